@@ -85,7 +85,7 @@ def _config() -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 2,
         # Full precision keeps near-ties from flipping between a whole prefill and one that starts from loaded KV.
-        "torch_dtype": "float32",
+        "dtype": "float32",
     }
 
 
@@ -114,8 +114,8 @@ def _write_weights(folder: Path) -> None:
 
     random = np.random.default_rng(20240229)
 
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray[Any, Any]:
-        return (random.standard_normal((rows, columns)) * gain / np.sqrt(columns)).astype(np.float32)
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return random.standard_normal((rows, columns), dtype=np.float32) * np.float32(gain / np.sqrt(columns))
 
     def ones(size: int, value: float = 1.0) -> np.ndarray[Any, Any]:
         return np.full(size, value, dtype=np.float32)
