@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -24,6 +24,7 @@ _FIRST_PORT = {"router": 8000, "prefill": 8100, "decode": 8200, "side channel": 
 _DEVICE_VARIABLE = {Platform.CUDA: "CUDA_VISIBLE_DEVICES", Platform.NEURON: "NEURON_VISIBLE_DEVICES"}
 # kv_buffer_device names the memory that NIXL registers; the Neuron guide uses "cuda" for device memory too.
 _BUFFER_DEVICE = {Platform.CPU: "cpu", Platform.CUDA: "cuda", Platform.NEURON: "cuda"}
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 # setproctitle, which vLLM's processes call, overwrites the environment that /proc shows; this keeps it readable, and
 # with it the mark by which a fleet's processes are told from all others.
 _KEEP_ENVIRONMENT_READABLE = {"SPT_NOENV": "1"}
@@ -52,6 +53,11 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
+    def is_local(self) -> bool:
+        """Return whether the addresses it listens on belong to this machine."""
+        hosts = {self.host, self.env.get("VLLM_NIXL_SIDE_CHANNEL_HOST", self.host)}
+        return all(_can_bind(host, 0) for host in hosts)
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that ``kvops up`` is about to start."""
@@ -79,6 +85,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def router(self) -> Process:
         """The router."""
         return self.role("router")[0]
+
+
+def without_secrets(plan: Plan) -> Plan:
+    """Return ``plan`` with the values of variables that look like secrets replaced by ``***``, for printing."""
+    return msgspec.structs.replace(
+        plan,
+        processes=tuple(
+            msgspec.structs.replace(
+                process, env={key: "***" if _SECRET.search(key) else value for key, value in process.env.items()}
+            )
+            for process in plan.processes
+        ),
+    )
 
 
 class _Ports:
@@ -298,16 +317,20 @@ def _resolve_host(host: str) -> str:
     return address
 
 
-def _is_free(host: str, port: int) -> bool:
-    """Return whether ``port`` can be bound on ``host``; True for an address that is not of this machine."""
+def _can_bind(host: str, port: int) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            return error.errno not in (errno.EADDRINUSE, errno.EACCES)
+        except OSError:
+            return False
     return True
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Return whether ``port`` is free on ``host``; that of another machine cannot be known and counts as free."""
+    return _can_bind(host, port) or not _can_bind(host, 0)
 
 
 def _holder(port: int) -> str:
