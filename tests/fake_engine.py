@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 TOKENS_PER_BLOCK = 32
 KV_BYTES_PER_TOKEN = 2048
@@ -32,7 +33,7 @@ class FakeEngine:
         self.wrong_answer = wrong_answer
         self.ignore_handles = ignore_handles
         self.requests: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
+        self.headers: list[CIMultiDict[str]] = []
         self.aborted = 0
         self.stall = asyncio.Event()
         """Clear it to hold answers back."""
@@ -74,7 +75,7 @@ class FakeEngine:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
-        self.headers.append(dict(request.headers))
+        self.headers.append(request.headers.copy())
         try:
             await self.stall.wait()
         except asyncio.CancelledError:
