@@ -105,8 +105,8 @@ KNOWN_FAILURES = (
     ),
     _known(
         r"zmq\.error\.Again: Resource temporarily unavailable",
-        "prefill did not answer the NIXL handshake within vLLM's 5 s: its side channel cannot be reached from decode, or "
-        "its engine core was busy or starved of CPU",
+        "prefill did not answer the NIXL handshake within vLLM's 5 s: its side channel cannot be reached from decode, "
+        "or its engine core was busy or starved of CPU",
     ),
     _known(
         r"NIXL transfer failure: (?P<kind>handshake\w*)",
