@@ -19,7 +19,6 @@ VERBS = {
     "status": "Show the processes of a fleet and their state.",
     "logs": "Show what the processes of a fleet wrote.",
     "router": "Run the reference router in front of engines that are already up.",
-    "demo": "Send a multi-turn conversation through a fleet and show where its KV came from.",
 }
 
 
