@@ -106,8 +106,8 @@ REQUESTS = (
         "kvops_requests_total",
         "counter",
         "",
-        "Requests that ended on this engine, by the direction in which they loaded KV and by outcome. 'recomputed' means "
-        "that a load failed or was declined and the tokens were computed here instead; 'failed' that it cost the request.",
+        "Requests that ended on this engine, by the direction in which they loaded KV and by outcome. 'recomputed': a "
+        "load failed or came too late, and the tokens were computed here. 'failed': that cost the request its answer.",
         "What share of hand-offs worked?",
         (REQUEST_DIRECTION, Label("outcome", ("ok", "recomputed", "failed", "aborted", "error"))),
     ),
@@ -124,9 +124,9 @@ REQUESTS = (
         "kvops_request_phase_seconds",
         "histogram",
         "seconds",
-        "Parts of a KV load, slowest rank. queue: arrival to block allocation. handshake: wait for the handshake with the "
-        "peer. registration (push, on prefill): time that the side which came first waited for the other. post: handing "
-        "the descriptors to NIXL. wire: the transfer as NIXL timed it.",
+        "Parts of a KV load, slowest rank. queue: arrival to block allocation. handshake: wait for the handshake with "
+        "the peer. registration (push, on prefill): time that the side which came first waited for the other. post: "
+        "handing the descriptors to NIXL. wire: the transfer as NIXL timed it.",
         "In which phase is the delay?",
         (DIRECTION, Label("phase", ("queue", "handshake", "registration", "post", "wire"))),
         WAITS,
@@ -396,7 +396,7 @@ PUSH = (
         "kvops_push_pending",
         "gauge",
         "",
-        "Push, on rank 0 of prefill: registrations without finished blocks, and finished blocks without a registration.",
+        "Push, on rank 0 of prefill: registrations without finished blocks, and finished blocks without one.",
         "Is push piling up?",
         (PENDING,),
     ),
@@ -423,8 +423,8 @@ READBACK = (
         "kvops_readback_requests_total",
         "counter",
         "",
-        "Bidirectional, on prefill: requests that came with a handle of decode, by what became of it. ignored: this "
-        "engine has bidirectional_kv_xfer off.",
+        "Bidirectional, on prefill: requests that came with a handle of decode, by what became of it. ignored: "
+        "this engine has bidirectional_kv_xfer off.",
         "Is bidirectional worth its blocks?",
         (
             Label(
@@ -546,8 +546,8 @@ def markdown() -> str:
         "",
         "Generated from `kvops_connectors/catalogue.py` by `python -m kvops_connectors.catalogue`; do not edit.",
         "",
-        f"Metrics of an engine carry the labels `{'`, `'.join(BASE_LABELS)}` as well. Scrape `/metrics/` with the trailing "
-        "slash to get exemplars (the request id) on histograms and counters.",
+        f"Metrics of an engine carry the labels `{'`, `'.join(BASE_LABELS)}` as well. Scrape `/metrics/` with the "
+        "trailing slash to get exemplars (the request id) on histograms and counters.",
     ]
     for title, metrics in SECTIONS.items():
         lines += ["", f"## {title}"]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 logger = logging.getLogger("vllm.kvops")
 

@@ -215,8 +215,16 @@ def _scheduler_instrument(facade: Any, vllm_config: Any, kv_cache_config: Any) -
     block_tokens = scheduler.block_size * int(getattr(parallel, "decode_context_parallel_size", 1) or 1)
     backend = ",".join(extra.get("backends") or ("UCX",))
     writer = _writer(settings, name, dp_rank)
-    blocks = int(kv_cache_config.num_blocks)
-    return SchedulerInstrument(scheduler, engine, mode, settings, block_tokens, blocks, backend, writer)
+    return SchedulerInstrument(
+        scheduler,
+        engine=engine,
+        mode=mode,
+        settings=settings,
+        block_tokens=block_tokens,
+        total_blocks=int(kv_cache_config.num_blocks),
+        backend=backend,
+        writer=writer,
+    )
 
 
 def _writer(settings: settings_module.Settings, name: str, dp_rank: int) -> Writer | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvops_connectors.events import Ended, PushMet, ReadBegan
 from kvops_connectors.handle import Context, Handle
 from kvops_connectors.journal import Direction, Outcome, Push, RequestIds, Tokens, Transfer
+
+if TYPE_CHECKING:
+    from kvops_connectors.events import Ended, PushMet, ReadBegan
 
 # vLLM appends eight random hex digits to every request id (input_processor.assign_request_id).
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
@@ -182,9 +184,7 @@ class OpenRequest:
         return "recomputed" if self.failed or self.declined == "ttl_expired" else "ok"
 
     def readback_outcome(self) -> str | None:
-        """Return the value of the outcome label of kvops_readback_requests_total; None if there was no readback to
-        judge.
-        """
+        """Return what became of a readback, as kvops_readback_requests_total counts it; None if there was none."""
         if self.acts_as != "prefill" or not self.offered:
             return None
         if self.failed or self.declined:

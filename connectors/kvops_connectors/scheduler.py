@@ -41,6 +41,7 @@ class SchedulerInstrument:
     def __init__(
         self,
         scheduler: Any,
+        *,
         engine: Engine,
         mode: str,
         settings: Settings,
@@ -578,9 +579,7 @@ class SchedulerInstrument:
 
 
 def _conditions(request: Any) -> tuple[str, list[prefix.Extra]]:
-    """Return what the KV of a request depends on besides its tokens: adapter and cache salt, and the spans of its
-    images.
-    """
+    """Return what the KV of a request depends on besides its tokens: adapter, cache salt, spans of images."""
     adapter = getattr(request, "lora_request", None)
     salt = f"{getattr(adapter, 'lora_name', '')}/{getattr(request, 'cache_salt', None) or ''}"
     extras = []

@@ -95,15 +95,17 @@ def load(extra_config: Mapping[str, Any], environment: Mapping[str, str] = os.en
 def _take(values: dict[str, Any], name: str, value: Any) -> None:
     default = getattr(Settings, name)
     try:
-        parsed = _PARSERS[type(default)](value)
-        if parsed < _LEAST.get(name, parsed):
-            raise ValueError(f"must be at least {_LEAST[name]}")
-        if name == "role" and parsed not in ROLES:
-            raise ValueError("must be prefill, decode or both")
+        values[name] = _within(name, _PARSERS[type(default)](value))
     except (TypeError, ValueError) as error:
         logger.warning("kvops: setting %s=%r is not usable (%s); using %r", name, value, error, default)
-        return
-    values[name] = parsed
+
+
+def _within(name: str, value: Any) -> Any:
+    if name in _LEAST and not value >= _LEAST[name]:
+        raise ValueError(f"must be at least {_LEAST[name]}")
+    if name == "role" and value not in ROLES:
+        raise ValueError("must be prefill, decode or both")
+    return value
 
 
 def _switch(value: Any) -> bool:

@@ -1,5 +1,4 @@
-"""The way of the samples to ``/metrics``: a stats payload that vLLM carries, and the Prometheus metrics that it ends
-in.
+"""The way of the samples to ``/metrics``: a payload that vLLM carries, and the metrics that it ends in.
 
 vLLM calls ``observe``, ``aggregate`` and ``reduce`` inside the loop that delivers answers; an exception there fails
 every request of the API server. Nothing here raises.
@@ -152,9 +151,7 @@ class KvopsPromMetrics(NixlPromMetrics):  # type: ignore[misc]
 
 
 def lifetimes(extra: dict[str, Any]) -> dict[str, float]:
-    """Return vLLM's lifetimes in seconds, configured or default (nixl/base_scheduler.py, push_scheduler.py,
-    base_worker.py).
-    """
+    """Return vLLM's lifetimes in seconds; the defaults are those of nixl/base_scheduler.py and push_scheduler.py."""
     decoder_ttl = extra.get("decoder_kv_blocks_ttl", 480)
     return {
         "kv_lease_duration": float(extra.get("kv_lease_duration", 30)),
