@@ -211,7 +211,8 @@ def _scheduler_instrument(facade: Any, vllm_config: Any, kv_cache_config: Any) -
         address = f"{socket.gethostname()}:{scheduler.side_channel_port}"
     name = settings.engine_name or address
     engine = Engine(name, engine_role(transfer.kv_role, settings), dp_rank, str(facade.engine_id))
-    mode = "push" if isinstance(facade, stock.NixlPushConnector) else "pull"
+    bidirectional = getattr(scheduler, "is_bidirectional_kv_xfer_enabled", False)
+    mode = "push" if isinstance(facade, stock.NixlPushConnector) else "bidirectional" if bidirectional else "pull"
     block_tokens = scheduler.block_size * int(getattr(parallel, "decode_context_parallel_size", 1) or 1)
     backend = ",".join(extra.get("backends") or ("UCX",))
     writer = _writer(settings, name, dp_rank)

@@ -478,7 +478,7 @@ class SchedulerInstrument:
             time.time(),
             self._engine,
             followed.ids,
-            self._mode if not self._bidirectional else "bidirectional",
+            self._mode,
             followed.tokens(),
             times,
             followed.outcome(),

@@ -1,5 +1,6 @@
 """The handle in streamed answers."""
 
+import itertools
 import json
 
 import pytest
@@ -20,7 +21,7 @@ EVENT = b"data: {}\n\n"
 
 def chunks_of(stream: bytes, cuts: list[int]) -> list[bytes]:
     edges = [0, *sorted(cuts), len(stream)]
-    return [stream[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [stream[start:end] for start, end in itertools.pairwise(edges)]
 
 
 @given(st.lists(st.integers(0, len(STREAM))))
