@@ -72,7 +72,8 @@ class SchedulerInstrument:
         self._levels = (0, 0, 0)
         self._ages_due = 0.0
         self._reported = dict.fromkeys(("written", "queue_full", "write_error", "too_many_open"), 0)
-        self._bidirectional = bool(getattr(scheduler, "is_bidirectional_kv_xfer_enabled", False))
+        # With a host buffer vLLM offers the remote tokens and starts no read, as without the option.
+        self._reads_back = mode == "bidirectional" and not getattr(scheduler, "use_host_buffer", False)
         self.samples.level("kvops_kv_blocks", total_blocks)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Posted: self._posted,
@@ -129,7 +130,7 @@ class SchedulerInstrument:
         return self._mode == "push" or not offer.tokens or offer.tokens >= needed
 
     def _readback_arrived(self, followed: OpenRequest, request: Any, params: dict[str, Any]) -> None:
-        followed.expects_handle = self._bidirectional and (followed.context.turn or 1) > 1
+        followed.expects_handle = self._reads_back and (followed.context.turn or 1) > 1
         if not params.get("remote_block_ids"):
             return
         offer = followed.handle = handle.read(params, push=False)
@@ -143,7 +144,7 @@ class SchedulerInstrument:
         if offer.expires_at is not None and offer.ttl_seconds is not None:
             age = time.time() - (offer.expires_at - offer.ttl_seconds)
             self.samples.observe("kvops_readback_age_seconds", age, request_id=followed.id)
-        if not self._bidirectional:
+        if not self._reads_back:
             self._decline(followed, params, "no_handle", "single_load", on=self._settings.single_load)
         elif offer.expired:
             self._decline(followed, params, "ttl_expired", "expired_readback", on=self._settings.expired_readback)

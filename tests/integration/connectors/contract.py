@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -49,6 +50,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 FOLDER = Path(sys.argv[1])
 BLOCK = 16
+# A CUDA build on a host without a GPU is no CPU platform to vLLM, which would then stage KV in host memory.
+BUFFER = "cpu" if current_platform.device_type == "cpu" else "cuda"
 REPORT: dict[str, str] = {"vllm": vllm.__file__}
 
 
@@ -67,7 +70,7 @@ def transfer_config(name: str, extra: dict[str, Any] | None = None, role: str = 
         kv_connector=name,
         kv_connector_module_path="kvops_connectors",
         kv_role=role,
-        kv_buffer_device="cpu",
+        kv_buffer_device=BUFFER,
         kv_connector_extra_config=extra or {},
     )
 
