@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -75,7 +76,15 @@ class Engine:
             transfer["kv_connector_extra_config"] = {**self.extra, "kvops": ours}
         argv = [*SERVER, "--model", str(ensure_model(default_path())), "--served-model-name", "m"]
         argv += ["--host", "127.0.0.1", "--port", str(self.port), "--block-size", str(BLOCK_TOKENS), "--enforce-eager"]
-        argv += ["--max-model-len", "4096", "--kv-transfer-config", json.dumps(transfer), *self.args]
+        argv += [
+            "--max-model-len",
+            "4096",
+            "--dtype",
+            "float32",
+            "--kv-transfer-config",
+            json.dumps(transfer),
+            *self.args,
+        ]
         with (self.folder / f"{self.name}.log").open("wb") as log:
             self.process = subprocess.Popen(
                 argv, env=self._environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -140,6 +149,16 @@ class Engine:
         finally:
             connection.close()
 
+    @contextmanager
+    def hasty(self, path: str, body: Any, headers: dict[str, str] | None = None, seconds: float = 2.0) -> Any:
+        """Give an answer that comes within ``seconds``; hang up and raise TimeoutError otherwise."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
+            yield connection.getresponse()
+        finally:
+            connection.close()
+
     def log(self) -> str:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
@@ -148,8 +167,7 @@ class Engine:
         return [journal.decode(line) for file in files for line in file.read_bytes().splitlines()]
 
     def records(self, base_id: str) -> list[journal.Record]:
-        lines = (line for line in self.lines() if line.request.base_id.endswith(f"-{base_id}-0"))
-        return [line for line in lines if isinstance(line, journal.Record)]
+        return [line for line in self.lines() if base_id in line.request.base_id and isinstance(line, journal.Record)]
 
     def record(self, base_id: str) -> journal.Record:
         found = eventually(lambda: self.records(base_id))
@@ -158,7 +176,7 @@ class Engine:
 
     def hold_end(self, base_id: str, seconds: float = 20.0) -> journal.HoldEnd:
         def ends() -> list[journal.HoldEnd]:
-            lines = (line for line in self.lines() if line.request.base_id.endswith(f"-{base_id}-0"))
+            lines = (line for line in self.lines() if base_id in line.request.base_id)
             return [line for line in lines if isinstance(line, journal.HoldEnd)]
 
         found = eventually(ends, seconds)
@@ -209,90 +227,82 @@ class Metrics:
 
 @dataclass
 class Answer:
-    """What a turn gave: the text, the token ids, and what is needed to ask about it."""
+    """What a leg gave."""
 
     status: int
     id: str
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
     handle: dict[str, Any] | None = None
-    events: list[str] = field(default_factory=list)
 
 
 class Pair:
-    """Prefill and decode, and the legs between them."""
+    """A router's legs between a prefill and a decode engine."""
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
         self.prefill, self.decode = prefill, decode
 
-    def start(self) -> None:
-        for engine in (self.prefill, self.decode):
-            engine.start()
-        for engine in (self.prefill, self.decode):
-            engine.wait_ready()
-
-    def stop(self) -> None:
-        for engine in (self.prefill, self.decode):
-            engine.stop()
-
-    def leg(
-        self,
-        engine: Engine,
-        prompt: list[int],
-        request_id: str,
-        params: dict[str, Any] | None,
-        max_tokens: int = 1,
-    ) -> Answer:
-        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
-        body |= {"ignore_eos": True}
-        if params is not None:
-            body["kv_transfer_params"] = params
-        status, text = engine.call("POST", "/v1/completions", body, {"X-Request-Id": request_id})
-        if status != 200:
-            return Answer(status, request_id, text)
-        answer = json.loads(text)
-        choice = answer["choices"][0]
-        return Answer(status, request_id, choice["text"], choice["token_ids"], prompt, answer.get("kv_transfer_params"))
-
     def prefill_leg(
-        self,
-        prompt: list[int],
-        handle: dict[str, Any] | None = None,
-        request_id: str | None = None,
-        turn: int = 1,
-        conversation: str = "",
+        self, prompt: list[int], handle: dict[str, Any] | None = None, turn: int = 1, request_id: str | None = None
     ) -> Answer:
         request_id = request_id or uuid.uuid4().hex
         params = {**(handle or {}), "do_remote_decode": True, "do_remote_prefill": False}
-        said = {"router_id": f"r-{request_id}", "conversation": conversation or "c", "turn": turn, "attempt": 1}
-        params["kvops"] = {**((handle or {}).get("kvops") or {}), **said}
-        return self.leg(self.prefill, prompt, request_id, params)
+        return complete(self.prefill, prompt, request_id, said(params, request_id, turn))
 
     def decode_leg(
-        self, prompt: list[int], handle: dict[str, Any] | None, request_id: str, max_tokens: int = 8
+        self, prompt: list[int], handle: dict[str, Any] | None, request_id: str, max_tokens: int = 8, turn: int = 1
     ) -> Answer:
-        return self.leg(self.decode, prompt, request_id, handle, max_tokens)
+        params = None if handle is None else said(handle, request_id, turn)
+        return complete(self.decode, prompt, request_id, params, max_tokens)
 
     def turn(
-        self,
-        prompt: list[int],
-        handle: dict[str, Any] | None = None,
-        max_tokens: int = 8,
-        turn: int = 1,
-        conversation: str = "",
+        self, prompt: list[int], handle: dict[str, Any] | None = None, max_tokens: int = 8, turn: int = 1
     ) -> Answer:
         """Run one turn through both engines and return decode's answer."""
-        first = self.prefill_leg(prompt, handle, turn=turn, conversation=conversation)
+        first = self.prefill_leg(prompt, handle, turn)
         assert first.status == 200, first.text
-        return self.decode_leg(prompt, first.handle, first.id, max_tokens)
+        answer = self.decode_leg(prompt, first.handle, first.id, max_tokens, turn)
+        assert answer.status == 200, answer.text
+        return answer
 
-    def alone(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
-        """Return the answer of one engine that computes everything itself."""
-        self.decode.reset_prefix_cache()
-        return self.leg(self.decode, prompt, uuid.uuid4().hex, None, max_tokens).token_ids
+
+def said(params: dict[str, Any], request_id: str, turn: int) -> dict[str, Any]:
+    """Return the params with what a router adds to them."""
+    words = {"router_id": f"r-{request_id}", "conversation": "c0ffee", "turn": turn, "attempt": 1}
+    return {**params, "kvops": {**(params.get("kvops") or {}), **words}}
+
+
+def completion(prompt: list[int], params: dict[str, Any] | None, max_tokens: int, **more: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
+    return body if params is None else {**body, "kv_transfer_params": params}
+
+
+def complete(
+    engine: Engine, prompt: list[int], request_id: str, params: dict[str, Any] | None, max_tokens: int = 1
+) -> Answer:
+    body = completion(prompt, params, max_tokens, return_token_ids=True)
+    status, text = engine.call("POST", "/v1/completions", body, {"X-Request-Id": request_id})
+    if status != 200:
+        return Answer(status, request_id, text)
+    answer = json.loads(text)
+    choice = answer["choices"][0]
+    return Answer(status, request_id, choice["text"], choice["token_ids"], answer.get("kv_transfer_params"))
+
+
+def alone(engine: Engine, prompt: list[int], max_tokens: int = 8) -> list[int]:
+    """Return the answer of one engine that computes everything itself."""
+    engine.reset_prefix_cache()
+    return complete(engine, prompt, uuid.uuid4().hex, None, max_tokens).token_ids
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream, without the last one, which must be [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]", lines[-3:]
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """Return a prompt of printable bytes that no other seed shares a prefix with."""
-    return [33 + (seed * 7919 + number * number * 31 + number * 17) % 90 for number in range(count)]
+    """Return a prompt of printable bytes that shares no whole block with that of another seed."""
+    draw = random.Random(seed)
+    return [draw.randrange(33, 123) for _ in range(count)]
