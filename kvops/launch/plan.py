@@ -218,7 +218,7 @@ def _engine(
         side_channel_ports=side_channel_ports,
         argv=(
             *_engine_argv(topology, group, host=host, port=port),
-            *_connector_argv(topology, role, engine_id, None if stock else folder / JOURNAL),
+            *_connector_argv(topology, role, name, engine_id, None if stock else folder / JOURNAL),
             *group.args,
         ),
         env=_engine_env(topology, group, advertised, side_channel_ports[0], devices),
@@ -239,7 +239,7 @@ def _engine_argv(topology: Topology, group: Group, *, host: str, port: int) -> I
         yield from ("--data-parallel-size", str(group.data_parallel))
 
 
-def _connector_argv(topology: Topology, role: str, engine_id: str, journal: Path | None) -> Iterable[str]:
+def _connector_argv(topology: Topology, role: str, name: str, engine_id: str, journal: Path | None) -> Iterable[str]:
     """Yield what chooses and sets up the connector: the stock one where there is no ``journal``."""
     bidirectional = topology.mode is Mode.BIDIRECTIONAL
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
@@ -262,7 +262,7 @@ def _connector_argv(topology: Topology, role: str, engine_id: str, journal: Path
     }
     if journal:
         config["kv_connector_module_path"] = "kvops_connectors"
-        extra["kvops"] = {"journal_dir": str(journal), "engine_name": engine_id, "role": role}
+        extra["kvops"] = {"journal_dir": str(journal), "engine_name": name, "role": role}
     yield from ("--kv-transfer-config", json.dumps(config))
     if journal and bidirectional and role == "decode":
         # vLLM leaves D's handle out of streamed answers; without it no streaming client's KV is ever read back.

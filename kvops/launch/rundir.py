@@ -98,7 +98,10 @@ class RunDir:
         self._lock_file = self.path / "lock"
 
     def prepare(self, plan: Plan) -> None:
-        """Create the folder, empty its logs and journals and write the plan. Only the user may read it: env may hold secrets."""
+        """Create the folder, empty its logs and journals and write the plan.
+
+        Only the user may read it, for the plan's environment may hold secrets.
+        """
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         for folder in (self.log_dir, self.journal_dir):
             shutil.rmtree(folder, ignore_errors=True)

@@ -118,7 +118,7 @@ def test_instrumented_connectors_are_the_default() -> None:
 
 def test_each_instrumented_engine_keeps_a_journal_under_its_own_name() -> None:
     settings = kv_config(plan_of(), "decode-0")["kv_connector_extra_config"]["kvops"]
-    assert settings == {"journal_dir": "/fleet/journal", "engine_name": "f-decode-0", "role": "decode"}
+    assert settings == {"journal_dir": "/fleet/journal", "engine_name": "decode-0", "role": "decode"}
 
 
 def test_decode_streams_its_handles_in_bidirectional_mode() -> None:
