@@ -18,6 +18,7 @@ VERBS = {
     "down": "Stop a fleet and everything it started.",
     "status": "Show the processes of a fleet and their state.",
     "logs": "Show what the processes of a fleet wrote.",
+    "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 
