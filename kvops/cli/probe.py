@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from typing import TYPE_CHECKING
 
 import click
@@ -129,6 +130,8 @@ def _probe(
         return run.probe_pair(settings, view)
     listener = run.open_listener(*listen)
     host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - asked for by the user
+        host = socket.gethostname()
     click.echo(f"waiting for: kvops probe --connect {host}:{port}", err=True)
     return run.probe_listen(settings, listener, view)
 
@@ -140,7 +143,7 @@ def _whole_units(size_bytes: int) -> int:
         KvopsError: it is more than a probe moves at once.
     """
     from kvops.doctor.probe.messages import MAX_BYTES  # noqa: PLC0415
-    from kvops.doctor.probe.patterns import UNIT_BYTES  # noqa: PLC0415
+    from kvops.doctor.probe.shape import UNIT_BYTES  # noqa: PLC0415
 
     units = -(-size_bytes // UNIT_BYTES)
     if units * UNIT_BYTES > MAX_BYTES:

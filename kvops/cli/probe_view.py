@@ -28,7 +28,7 @@ _ROUTES = {
     "host_staging": "copies through host memory",
     "unknown": "unknown",
 }
-_BY = {"log": "by NIXL's log", "counters": "by the kernel's counters", "nothing": "nothing said so"}
+_BY = {"log": "by the log of NIXL and UCX", "counters": "by the kernel's counters", "nothing": "nothing said so"}
 
 
 class ProbeView:
@@ -89,7 +89,7 @@ def _table(runs: list[Run]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("pattern", no_wrap=True)
     table.add_column("op", no_wrap=True)
-    for column in ("descriptors", "on wire", "GB/s", "P50 ms", "P99 ms", "post µs", "wire µs", "data"):
+    for column in ("descriptors", "on wire", "GB/s", "P50 ms", "P99 ms", "post\nµs/desc", "wire\nµs/desc", "data"):
         table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         table.add_row(
@@ -97,11 +97,11 @@ def _table(runs: list[Run]) -> Table:
             run.operation,
             f"{run.descriptors} x {_size(run.descriptor_bytes)}",
             "" if run.wire_descriptors is None else str(run.wire_descriptors),
-            f"{run.gb_per_second:.2f}",
-            f"{run.p50_seconds * 1e3:.2f}",
-            f"{run.p99_seconds * 1e3:.2f}",
-            f"{run.post_us_per_descriptor:.2f}",
-            f"{run.wire_us_per_descriptor:.2f}",
+            _short(run.gb_per_second),
+            _short(run.p50_seconds * 1e3),
+            _short(run.p99_seconds * 1e3),
+            _short(run.post_us_per_descriptor),
+            _short(run.wire_us_per_descriptor),
             Text("WRONG", style="bold red") if run.wrong_bytes else Text("ok", style="green"),
         )
     return table
@@ -118,11 +118,13 @@ def _facts(report: Report) -> Table:
     if evidence.counters:
         grown = sorted(evidence.counters.items(), key=lambda item: -item[1])[:6]
         facts.add_row("counters", ", ".join(f"{name} +{value}" for name, value in grown))
-    facts.add_row("here", _side(report.me.device, report.me.instance, report.me.rdma_devices))
-    facts.add_row("peer", _side(report.peer.device, report.peer.instance, report.peer.rdma_devices))
+    for name, side in (("here", report.me), ("peer", report.peer)):
+        facts.add_row(name, Text(_side(side.device, side.instance, side.rdma_devices)))
     facts.add_row("NIXL", f"{report.me.nixl}, plugins {', '.join(report.me.plugins)}")
     for warning in evidence.warnings:
         facts.add_row("NIXL says", Text(warning, style="yellow"))
+    if report.role == "listen":
+        facts.add_row("checked", f"{report.checks} times what was written here")
     return facts
 
 
@@ -139,6 +141,10 @@ def _verdict(report: Report) -> Text:
         if reason.text != verdict.headline:
             text.append(f"\n  {reason.state} {reason.text}", style="dim")
     return text
+
+
+def _short(figure: float) -> str:
+    return f"{figure:.2f}" if figure < 100 else f"{figure:.0f}"
 
 
 def _size(size_bytes: int) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.metadata
+import os
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -140,8 +143,8 @@ class ProbeAgent:
             self._nixl.create_backend(self.backend, parameters)
         except Exception as error:
             raise KvopsError(
-                f"NIXL's backend {self.backend} did not start: {describe(error)}",
-                f"ldd the plugin libplugin_{self.backend}.so of this NIXL for libraries that are not found",
+                f"NIXL's backend {self.backend} did not start: {_why_not_loaded(self.backend) or describe(error)}",
+                f"install what {self.backend} needs (kvops doctor --only nixl), or choose another --backend",
             ) from error
 
     def _transfer(self, handle: Any, prepare_seconds: float, keep_going: Callable[[], None]) -> Timing:
@@ -169,6 +172,25 @@ def describe(error: BaseException) -> str:
     """Return an exception of NIXL in a few words: its message is often only the name of a status."""
     text = str(error).strip().splitlines()
     return text[0][:160] if text else type(error).__name__
+
+
+def _why_not_loaded(backend: str) -> str:
+    """Return the loader's own words about a plugin it cannot load, naming the library that is missing.
+
+    NIXL keeps them to itself. An empty string where the plugin loads, or is not where NIXL's wheels have it.
+    """
+    import nixl  # noqa: PLC0415
+
+    package = Path(getattr(nixl, "_pkg", nixl).__file__ or "").parent
+    folders = [os.environ.get("NIXL_PLUGIN_DIR", ""), str(package.parent / f".{package.name}.mesonpy.libs/plugins")]
+    for folder in filter(None, folders):
+        plugin = Path(folder) / f"libplugin_{backend}.so"
+        if plugin.exists():
+            try:
+                ctypes.CDLL(str(plugin))
+            except OSError as error:
+                return describe(error)
+    return ""
 
 
 def nixl_version() -> str:

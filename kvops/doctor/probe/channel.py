@@ -109,6 +109,23 @@ def decode(body: bytes, wanted: Any) -> Any:
         raise ProtocolError(str(error)[:200]) from error
 
 
+def is_frame_of(data: bytes, wanted: Any) -> bool | None:
+    """Return whether ``data`` begins with one whole frame that holds a message of these types; None if it may yet."""
+    if len(data) < _HEADER.size:
+        return None
+    (length,) = _HEADER.unpack_from(data)
+    if length > MAX_FRAME_BYTES:
+        return False
+    body = data[_HEADER.size : _HEADER.size + length]
+    if len(body) < length:
+        return None
+    try:
+        decode(body, wanted)
+    except ProtocolError:
+        return False
+    return True
+
+
 def _notice_a_dead_network(connection: socket.socket) -> None:
     """Let the kernel close the connection about 15 s after the other host stopped answering."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -17,6 +17,7 @@ from kvops.doctor.probe.messages import Event, Failed, Finished, Progress, SideJ
 if TYPE_CHECKING:
     import socket
 
+SIDE_COMMAND = (sys.executable, "-m", "kvops.doctor.probe.side")
 _READ_BYTES = 64 * 2**10
 _MOST_LINE_BYTES = 64 * 2**10
 _MOST_LOG_LINES = 4_000
@@ -63,20 +64,20 @@ class Child:
         self.log: list[str] = []
         self.last_log: deque[str] = deque(maxlen=_LAST_LOG_LINES)
         events, events_of_child = os.pipe()
+        output, output_of_child = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvops.doctor.probe.side", _encode(job, connection, events_of_child)],
+            [*SIDE_COMMAND, _encode(job, connection, events_of_child)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=output_of_child,
+            stderr=output_of_child,
             pass_fds=(connection.fileno(), events_of_child),
             env=_environment(),
             start_new_session=True,  # Ctrl-C is the parent's to handle
         )
         os.close(events_of_child)
+        os.close(output_of_child)
         self._events = Lines(events)
-        if self._process.stdout is None:
-            raise AssertionError
-        self._output = Lines(self._process.stdout.fileno())
+        self._output = Lines(output)
 
     @property
     def pid(self) -> int:
@@ -127,9 +128,8 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        os.close(self._events.descriptor)
-        if self._process.stdout:
-            self._process.stdout.close()
+        for lines in (self._events, self._output):
+            os.close(lines.descriptor)
 
 
 def _encode(job: SideJob, connection: socket.socket, events_fd: int) -> str:

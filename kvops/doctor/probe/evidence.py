@@ -93,7 +93,7 @@ def _ucx_rails(lines: Iterable[str], memory: str) -> list[Rail]:
         if len(cells) == 1:
             peer, operation = (cells[0], "") if "cfg#" in cells[0] else (peer, cells[0])
         elif len(cells) == 3 and "self cfg#" not in peer and "remote memory" in operation and cells[0].endswith("inf"):
-            found = chosen.setdefault("vram" if re.search("cuda|rocm|ze|neuron", operation) else "dram", {})
+            found = chosen.setdefault("vram" if re.search(r"\b(cuda|rocm|ze)\b", operation) else "dram", {})
             found.update(dict.fromkeys(Rail(*match) for match in _RAIL.findall(cells[2])))
     return sorted(chosen.get(memory, {}))
 

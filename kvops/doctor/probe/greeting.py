@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvops import __version__
 from kvops.doctor.probe.evidence import host_id, instance_type, rdma_devices
-from kvops.doctor.probe.messages import PROTOCOL_VERSION, Hello, SideInfo, SideJob
+from kvops.doctor.probe.messages import PROTOCOL_VERSION, Hello, SideInfo, SideJob, word
 from kvops.errors import KvopsError
 
 
@@ -14,9 +14,9 @@ def hello(job: SideJob) -> Hello:
         protocol=PROTOCOL_VERSION,
         kvops=__version__,
         host=host_id(),
-        backend=job.backend,
+        backend=word(job.backend),
         memory=job.memory,
-        rdma_devices=len(rdma_devices()),
+        rdma_devices=min(len(rdma_devices()), 1024),
         instance=instance_type(),
     )
 

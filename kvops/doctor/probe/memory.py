@@ -124,7 +124,7 @@ def allocate(size_bytes: int, memory: str, device: int | None, preferred_device:
     """Return a zeroed buffer.
 
     Args:
-        size_bytes: a multiple of ``patterns.UNIT_BYTES``.
+        size_bytes: a multiple of ``shape.UNIT_BYTES``.
         memory: "dram" or "vram".
         device: the accelerator that was asked for.
         preferred_device: the one to take if none was asked for; the last one where there are fewer.

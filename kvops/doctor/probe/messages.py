@@ -16,7 +16,9 @@ MAX_BYTES = 64 * 2**30
 # A UCX agent's metadata is about half a kilobyte a device; 32 EFAs with LIBFABRIC stay under 64 KiB.
 MAX_METADATA_BYTES = 256 * 2**10
 
-Word = Annotated[str, msgspec.Meta(max_length=200)]
+MAX_WORD = 200
+# Printable ASCII: what a peer says is shown on a terminal.
+Word = Annotated[str, msgspec.Meta(max_length=MAX_WORD, pattern=r"^[ -~]*\Z")]
 ByteCount = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -115,7 +117,7 @@ class SideJob(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One pattern moved one way, ``repeat`` times. Seconds are per transfer; see docs/probe.md."""
+    """One pattern moved one way, ``repeat`` times. Seconds are per transfer; docs/probe.md describes the fields."""
 
     operation: Literal["READ", "WRITE"]
     pattern: str
@@ -144,6 +146,11 @@ class SideInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     nixl: str
     plugins: list[str]
+
+
+def word(text: str) -> str:
+    """Return ``text`` as a ``Word``: one short line of printable ASCII."""
+    return "".join(char if " " <= char <= "~" else "?" for char in text)[:MAX_WORD]
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):

@@ -11,20 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvops.doctor.probe.shape import BLOCK_BYTES, REGIONS, UNIT_BYTES
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-# The shape of Qwen3-32B in bf16 without tensor parallelism, with vLLM's default block size on GPUs.
-TOKENS_PER_BLOCK = 16
-KV_HEADS = 8
-HEAD_DIM = 128
-ELEMENT_BYTES = 2
-LAYERS = 64
-
-BLOCK_BYTES = TOKENS_PER_BLOCK * KV_HEADS * HEAD_DIM * ELEMENT_BYTES
-REGIONS = 2 * LAYERS
-# One block in every region: sizes are multiples of this, so that every pattern covers the buffer to its last byte.
-UNIT_BYTES = REGIONS * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +50,8 @@ def in_order(size_bytes: int) -> Layout:
 def make_patterns(size_bytes: int, seed: int) -> list[Pattern]:
     """Return the three patterns that tell one cause of slowness from another.
 
-    ``blocks``: block ids without any order, as in a pool that has served for a while; nothing can be merged.
+    ``blocks``: block ids none of which follows its neighbour, as in a pool that has served for a while; nothing can
+    be merged.
     ``merged``: consecutive block ids, as in a fresh pool; NIXL joins each region's blocks into one descriptor.
     ``buffer``: one descriptor over everything; what the wire can do.
 
@@ -70,12 +61,21 @@ def make_patterns(size_bytes: int, seed: int) -> list[Pattern]:
     """
     blocks = size_bytes // UNIT_BYTES
     consecutive = np.arange(blocks, dtype=np.int64)
-    scattered = np.random.Generator(np.random.PCG64(seed)).permutation(consecutive)
     return [
-        Pattern("blocks", Layout(BLOCK_BYTES, _same_ids_in_every_region(scattered))),
+        Pattern("blocks", Layout(BLOCK_BYTES, _same_ids_in_every_region(_scattered(blocks, seed)))),
         Pattern("merged", Layout(BLOCK_BYTES, _same_ids_in_every_region(consecutive))),
         Pattern("buffer", Layout(size_bytes, np.zeros(1, dtype=np.int64))),
     ]
+
+
+def _scattered(blocks: int, seed: int) -> NDArray[np.int64]:
+    random = np.random.Generator(np.random.PCG64(seed))
+    # All odd ids, then all even ones: no id is followed by the next one but where the two halves meet.
+    odd = random.permutation(np.arange(1, blocks, 2, dtype=np.int64))
+    even = random.permutation(np.arange(0, blocks, 2, dtype=np.int64))
+    if len(odd) and even[0] == odd[-1] + 1:
+        even = np.roll(even, 1)
+    return np.concatenate([odd, even])
 
 
 def _same_ids_in_every_region(block_ids: NDArray[np.int64]) -> NDArray[np.int64]:

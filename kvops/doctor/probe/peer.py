@@ -20,8 +20,10 @@ from kvops.doctor.probe.messages import (
     Progress,
     Ready,
     Refused,
+    word,
 )
-from kvops.doctor.probe.patterns import UNIT_BYTES, in_order
+from kvops.doctor.probe.patterns import in_order
+from kvops.doctor.probe.shape import UNIT_BYTES
 from kvops.errors import KvopsError
 
 if TYPE_CHECKING:
@@ -58,9 +60,9 @@ def serve(job: SideJob, channel: Channel, tell: Events) -> None:
         buffer = allocate(size_bytes, job.memory, job.device, job.preferred_device)
         agent = ProbeAgent(job.backend, buffer)
     except KvopsError as error:
-        channel.send(Refused(str(error)[:200]))
+        channel.send(Refused(word(str(error))))
         raise
-    channel.send(Ready(agent.metadata, f"{buffer.address:x}", buffer.device, buffer.name[:200]))
+    channel.send(Ready(agent.metadata, f"{buffer.address:x}", buffer.device, word(buffer.name)))
     checks, wrong_bytes, moved_bytes = _answer(channel, buffer, tell)
     me = describe_side(mine, buffer.name, nixl_version(), agent.plugins)
     tell(Finished(me=me, peer=theirs, moved_bytes=moved_bytes, checks=checks, wrong_bytes=wrong_bytes))

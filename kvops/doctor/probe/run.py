@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from kvops.doctor.probe.channel import is_frame_of
 from kvops.doctor.probe.child import Child
 from kvops.doctor.probe.errors import ProbeTroubleError
-from kvops.doctor.probe.messages import Failed, Finished, Memory, Progress, SideJob
+from kvops.doctor.probe.messages import Failed, Finished, Hello, Memory, Progress, SideJob
 from kvops.doctor.probe.report import Report, make_report, start_evidence
 from kvops.errors import KvopsError
 
@@ -27,6 +28,8 @@ _SETTLE_SECONDS = 1.5
 # How long a side may take to close NIXL down after it has said everything.
 _TEARDOWN_SECONDS = 3.0
 _CONNECT_SECONDS = 10.0
+_GREETING_SECONDS = 10.0
+_MOST_GREETING_BYTES = 4 * 2**10
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +102,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 def probe_listen(settings: Settings, listener: socket.socket, show: Show) -> Report:
     """Wait for one initiator, serve it, and return what was seen from here.
 
-    The port is closed as soon as somebody has connected.
+    Whoever connects and is no probe is turned away; the port is closed as soon as a probe has come.
 
     Args:
         settings: ``size_bytes`` is the most that the initiator may ask for.
@@ -112,7 +115,30 @@ def probe_listen(settings: Settings, listener: socket.socket, show: Show) -> Rep
     """
     with listener:
         connection, _ = listener.accept()
+        while not _says_hello(connection):
+            connection.close()
+            connection, _ = listener.accept()
     return _one_side(settings, "listen", _job(settings, "peer", _first(settings.devices), 0), connection, show)
+
+
+def _says_hello(connection: socket.socket) -> bool:
+    """Return whether a probe's greeting comes in time, leaving it where it is for the side that will answer it."""
+    deadline = time.monotonic() + _GREETING_SECONDS
+    connection.settimeout(_POLL_SECONDS)
+    while time.monotonic() < deadline:
+        try:
+            seen = connection.recv(_MOST_GREETING_BYTES, socket.MSG_PEEK)
+        except TimeoutError:
+            continue
+        except OSError:
+            return False
+        if not seen or (complete := is_frame_of(seen, Hello)) is False:
+            return False
+        if complete:
+            connection.settimeout(None)
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
 
 
 def _one_side(

@@ -53,6 +53,8 @@ def main(job_json: str) -> None:
         tell(Failed(f"the peer went away: {error}", exit_code=1, peer_gone=True))
     except ProtocolError as error:
         tell(Failed(f"the peer speaks another language: {error}", "run the same kvops on both hosts"))
+    except ImportError as error:
+        tell(Failed(f"this Python lacks {error.name or error}", "install NIXL, which brings numpy: pip install nixl"))
     except Exception as error:  # a defect of this side must reach the user as a sentence too
         tell(Failed(f"this side of the probe broke: {type(error).__name__}: {error}", exit_code=1))
     finally:

@@ -132,8 +132,9 @@ def _way(facts: Facts) -> list[Reason]:
         if facts.rdma_expected:
             return [Reason("FAIL", f"{facts.backend} moved the bytes over TCP, though RDMA devices should carry them")]
         return [Reason("PASS", "over TCP; no RDMA device is known here")]
-    if facts.route == "host_staging" and facts.rdma_expected and not facts.same_host:
-        return [Reason("WARN", "device memory was staged through host memory: GPUDirect was not used")]
+    if facts.memory == "vram" and facts.route in ("host_staging", "shared_memory"):
+        direct = "CUDA IPC" if facts.same_host else "GPUDirect RDMA"
+        return [Reason("WARN", f"device memory went through host memory: {direct} was not used")]
     if facts.route == "unknown" and facts.rdma_expected:
         return [Reason("WARN", "neither logs nor counters say what carried the bytes")]
     return []
