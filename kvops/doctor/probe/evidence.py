@@ -74,7 +74,7 @@ def read_log(lines: Iterable[str], memory: str) -> Said:
     rails: list[Rail] = []
     for line in lines:
         if found := _PROVIDER.search(line) or _DISCOVERED.search(line):
-            provider = found[2]
+            provider = found[2].lower()
             rails = [Rail(provider, f"{found[1]} rails")]
     if provider:
         return Said(rails, "tcp" if provider in ("tcp", "sockets") else "rdma", provider, warnings)

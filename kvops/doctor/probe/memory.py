@@ -194,8 +194,9 @@ def check(buffer: Buffer, seed: int, layout: Layout) -> tuple[int, int]:
     """
     wrong, first, offset = 0, 0, 0
     for ids, pieces in _chunks(seed, layout):
-        differing = np.flatnonzero(buffer.get(ids, pieces.shape[1]) != pieces)
-        if len(differing):
+        found = buffer.get(ids, pieces.shape[1])
+        if not np.array_equal(found.view(np.uint64), pieces.view(np.uint64)):
+            differing = np.flatnonzero(found != pieces)
             first = first if wrong else offset + int(differing[0])
             wrong += len(differing)
         offset += pieces.size

@@ -64,14 +64,14 @@ def test_a_message_arrives_as_it_was_sent(message: ToPeer | FromPeer) -> None:
 
 
 @given(st.binary(max_size=2000))
-@settings(max_examples=300)
+@settings(max_examples=200, deadline=None)
 def test_garbage_is_refused_or_ends_the_connection(data: bytes) -> None:
     with channel_fed_with(data) as channel, pytest.raises((ProtocolError, PeerGoneError)):
         channel.receive(ToPeer | FromPeer, 5.0)
 
 
 @given(st.sampled_from(MESSAGES), st.data())
-@settings(max_examples=300)
+@settings(max_examples=200, deadline=None)
 def test_a_damaged_message_is_refused_or_still_within_its_bounds(
     message: ToPeer | FromPeer, data: st.DataObject
 ) -> None:
@@ -87,6 +87,7 @@ def test_a_damaged_message_is_refused_or_still_within_its_bounds(
 
 
 @given(st.integers(MAX_FRAME_BYTES + 1, 2**32 - 1))
+@settings(deadline=None)
 def test_a_frame_that_promises_too_much_is_refused_by_its_header(length: int) -> None:
     with channel_fed_with(struct.pack(">I", length) + b"x") as channel, pytest.raises(ProtocolError, match="frame of"):
         channel.receive(FromPeer, 5.0)
@@ -156,6 +157,7 @@ def test_a_closed_connection_is_seen_without_taking_anything_from_it() -> None:
 
 
 @given(st.integers(0, len(encode(HELLO)) - 1))
+@settings(deadline=None)
 def test_the_beginning_of_a_greeting_may_still_become_one(length: int) -> None:
     assert is_frame_of(encode(HELLO)[:length], Hello) is None
 
@@ -170,6 +172,7 @@ def test_a_greeting_is_recognized_with_more_behind_it() -> None:
 
 
 @given(st.text(max_size=400))
+@settings(deadline=None)
 def test_any_text_can_be_said_as_a_word(text: str) -> None:
     with channel_fed_with(encode(Refused(word(text)))) as channel:
         assert channel.receive(Refused, 5.0).reason == word(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvops.doctor.probe.patterns import descriptors, in_order, make_patterns
@@ -15,6 +15,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 @given(BLOCKS, SEEDS)
+@settings(deadline=None)
 def test_every_pattern_covers_every_byte_once(blocks: int, seed: int) -> None:
     size_bytes = blocks * UNIT_BYTES
     for pattern in make_patterns(size_bytes, seed):
@@ -26,12 +27,14 @@ def test_every_pattern_covers_every_byte_once(blocks: int, seed: int) -> None:
 
 
 @given(BLOCKS, SEEDS)
+@settings(deadline=None)
 def test_no_descriptor_of_scattered_blocks_continues_the_one_before(blocks: int, seed: int) -> None:
     scattered = make_patterns(blocks * UNIT_BYTES, seed)[0]
     assert not (np.diff(scattered.layout.order) == 1).any()
 
 
 @given(BLOCKS, SEEDS)
+@settings(deadline=None)
 def test_merged_blocks_make_one_run_a_region(blocks: int, seed: int) -> None:
     merged = make_patterns(blocks * UNIT_BYTES, seed)[1]
     assert (np.diff(merged.layout.order) != 1).sum() + 1 == REGIONS
