@@ -41,6 +41,14 @@ _COUNTER_FILES = (
     "class/infiniband/*/ports/*/counters/port_*_data",
     "class/net/*/statistics/[rt]x_bytes",
 )
+_TROUBLE_COUNTERS = (
+    "rx_drops",
+    "retrans_timeout_events",
+    "unresponsive_remote_events",
+    "impaired_remote_conn_events",
+    "rdma_read_wr_err",
+    "rdma_write_wr_err",
+)
 _MOST_COUNTERS = 16_384
 
 
@@ -143,6 +151,14 @@ def route_by_counters(growth: dict[str, int], moved_bytes: int) -> Route:
     if moved_bytes and rdma >= moved_bytes / 2:
         return "rdma"
     return "tcp" if moved_bytes and network >= moved_bytes / 2 else "unknown"
+
+
+def trouble_in(growth: dict[str, int]) -> list[str]:
+    """Return the counters of EFA that should not have grown, with by how much.
+
+    Their meanings: "Monitor an Elastic Fabric Adapter" of the EC2 user guide.
+    """
+    return [f"{name} +{value}" for name, value in growth.items() if name.rpartition("/")[2] in _TROUBLE_COUNTERS]
 
 
 def rdma_devices(sys: Path = SYS) -> list[str]:

@@ -14,6 +14,7 @@ from kvops.doctor.probe.evidence import (
     read_counters,
     read_log,
     route_by_counters,
+    trouble_in,
 )
 from kvops.doctor.probe.messages import Finished, Hello, Memory, Run, SideInfo  # noqa: TC001 - msgspec reads them
 from kvops.doctor.probe.verdict import LINES, Facts, Reason, Verdict, judge
@@ -94,6 +95,7 @@ def make_report(
         same_host=same_host,
         route=evidence.route,
         rdma_expected=_has_rdma(finished.me) and _has_rdma(finished.peer),
+        trouble=tuple(trouble_in(evidence.counters)),
     )
     peer = PeerSide(
         host=finished.peer.host,

@@ -65,7 +65,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Facts(NamedTuple):
-    """What a verdict is made from. ``route`` is where the bytes went, ``rdma_expected`` where they should have."""
+    """What a verdict is made from: where the bytes went, whether RDMA should have carried them, what counters say."""
 
     runs: list[Run]
     backend: str
@@ -74,11 +74,13 @@ class Facts(NamedTuple):
     same_host: bool
     route: Route
     rdma_expected: bool
+    trouble: tuple[str, ...] = ()
 
 
 def judge(facts: Facts) -> Verdict:
     """Return the verdict: data first, then the way, then the speed against what the instance type allows."""
     reasons = [*_data(facts.runs), *_way(facts)]
+    reasons += [Reason("WARN", f"a device counted trouble meanwhile: {counter}") for counter in facts.trouble]
     threshold = threshold_gb_per_second(facts)
     if threshold and facts.runs:
         reasons += [*_speed(facts, threshold), *_symmetry(facts.runs)]

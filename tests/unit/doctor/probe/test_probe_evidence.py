@@ -16,6 +16,7 @@ from kvops.doctor.probe.evidence import (
     read_counters,
     read_log,
     route_by_counters,
+    trouble_in,
 )
 
 if TYPE_CHECKING:
@@ -175,3 +176,8 @@ def test_a_machine_that_is_no_ec2_instance_has_no_type(name: str, tmp_path: Path
     file.parent.mkdir(parents=True)
     file.write_text(name)
     assert instance_type(tmp_path) == ""
+
+
+def test_counters_that_should_stand_still_are_named() -> None:
+    growth = {"rdma/rdmap85s0/rdma_read_wr_err": 3, "rdma/rdmap85s0/rdma_read_bytes": 9, "net/eth0/rx_bytes": 5}
+    assert trouble_in(growth) == ["rdma/rdmap85s0/rdma_read_wr_err +3"]

@@ -129,3 +129,11 @@ def test_the_slow_tcp_flow_of_a_dram_pair_fails() -> None:
 @pytest.mark.parametrize(("values", "expected"), [([3.0], 3.0), ([1.0, 9.0, 2.0], 9.0), (list(range(1, 201)), 198)])
 def test_p99_is_the_nearest_rank(values: list[float], expected: float) -> None:
     assert percentile_99(values) == expected
+
+
+def test_trouble_that_a_device_counted_is_a_warning() -> None:
+    verdict = judge(facts(90, trouble=("rdma/rdmap85s0/rx_drops +12",)))
+    assert (verdict.state, verdict.headline) == (
+        "WARN",
+        "a device counted trouble meanwhile: rdma/rdmap85s0/rx_drops +12",
+    )
