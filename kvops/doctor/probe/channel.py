@@ -64,11 +64,15 @@ class Channel:
             raise ProtocolError(f"a frame of {length} bytes, where at most {MAX_FRAME_BYTES} are allowed")
         return decode(self._read(length, deadline), wanted)
 
-    def is_open(self) -> bool:
-        """Return whether the other side still holds its end, without taking anything from the connection."""
+    def is_open(self, after_seconds: float = 0.0) -> bool:
+        """Return whether the other side still holds its end, without taking anything from the connection.
+
+        Args:
+            after_seconds: how long to wait for it to close.
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLRDHUP)
-        return not poll.poll(0)
+        return not poll.poll(after_seconds * 1000)
 
     def close(self) -> None:
         """Close the connection."""

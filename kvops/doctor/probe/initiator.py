@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _OPERATIONS: tuple[Operation, ...] = ("READ", "WRITE")
 # The peer may have to import torch, allocate, and check 64 GiB; the parent's --timeout is what ends a probe.
 _ANSWER_SECONDS = 600.0
+_DYING_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +95,16 @@ def _measure_all(link: _Link, agent: ProbeAgent, ready: Ready) -> list[Run]:
             except (PeerGoneError, KvopsError):
                 raise
             except Exception as error:
-                _refuse_a_dead_peer(link.channel)
+                # NIXL may notice before this connection does that the peer has died.
+                _refuse_a_dead_peer(link.channel, _DYING_SECONDS)
                 raise ProbeTroubleError(
                     f"{step} over {agent.backend} failed: {describe(error)}", "kvops doctor tells what is missing"
                 ) from error
     return runs
 
 
-def _refuse_a_dead_peer(channel: Channel) -> None:
-    if not channel.is_open():
+def _refuse_a_dead_peer(channel: Channel, after_seconds: float = 0.0) -> None:
+    if not channel.is_open(after_seconds):
         raise PeerGoneError("it closed the connection in the middle of a transfer")
 
 

@@ -234,9 +234,10 @@ def _wait(children: list[Child]) -> None:
 def _has_failed(children: list[Child], connection: socket.socket | None) -> bool:
     if any(isinstance(child.outcome, Failed) or (child.outcome is None and child.death()) for child in children):
         return True
-    if connection is None:
+    if connection is None or not children[0].progress.total:
         return False
-    # A side that is stuck inside NIXL cannot see that the other one is gone; this process can.
+    # A side that is stuck inside a transfer cannot see that the other one is gone; this process can. Before the first
+    # transfer it will see it, and perhaps the reason too, as soon as NIXL has started.
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))
