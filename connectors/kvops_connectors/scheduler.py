@@ -112,17 +112,14 @@ class SchedulerInstrument:
 
     def _load_arrived(self, followed: OpenRequest, params: dict[str, Any]) -> None:
         followed.expects_handle = True
-        if not params.get("do_remote_prefill"):
-            return
-        followed.handle = handle.read(params, push=self._mode == "push")
-        if followed.handle is None or not self._covers(followed.handle, followed.prompt):
-            followed.handle = None
-            if self._settings.valid_handle:
-                handle.drop(params)
+        offer = handle.read(params, push=self._mode == "push") if params.get("do_remote_prefill") else None
+        if offer is not None and self._covers(offer, followed.prompt):
+            followed.handle, followed.direction = offer, "p_to_d"
+            followed.offered = followed.usable = followed.prompt
+        elif self._settings.valid_handle:
+            if params.get("do_remote_prefill"):
                 self._mended(followed, "valid_handle")
-                return
-        followed.direction = "p_to_d"
-        followed.offered = followed.usable = followed.prompt
+            handle.drop_load(params)
 
     def _covers(self, offer: handle.Handle, prompt: int) -> bool:
         """Return whether prefill computed as many tokens as decode is going to load; vLLM asserts it in the worker."""
@@ -136,7 +133,7 @@ class SchedulerInstrument:
         offer = followed.handle = handle.read(params, push=False)
         if offer is None:
             if self._settings.valid_handle:
-                handle.drop(params)
+                handle.drop_readback(params)
                 self._mended(followed, "valid_handle")
             return
         followed.direction = "d_to_p"
@@ -154,8 +151,7 @@ class SchedulerInstrument:
     def _decline(self, followed: OpenRequest, params: dict[str, Any], reason: str, mend: str, on: bool) -> None:
         if on:
             followed.declined = reason
-            # Without block ids vLLM neither reads nor sends a notice, which after expiry would look like a late read.
-            handle.drop(params)
+            handle.drop_readback(params)
             self._mended(followed, mend)
 
     def _compare(self, followed: OpenRequest, request: Any, params: dict[str, Any], offer: handle.Handle) -> None:
