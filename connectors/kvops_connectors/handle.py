@@ -13,12 +13,13 @@ from typing import Any
 
 from kvops_connectors import prefix
 from kvops_connectors.journal import text
-from kvops_connectors.worker import EXPIRY_MARGIN_SECONDS
 
 # The one key that kvops adds to kv_transfer_params. From an engine to the router: prefix, ttl_seconds, expires_at. From
 # the router to an engine: router_id, conversation, turn, attempt.
 KEY = "kvops"
 MOST_BLOCKS = 4_000_000
+# vLLM's own slack before the end of decode's TTL (_KV_BLOCKS_EXPIRY_SAFETY_MARGIN in nixl/pull_worker.py).
+EXPIRY_MARGIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
