@@ -2,7 +2,8 @@
 
 The client plays the router, so that no router is in the figures. Both pairs are up at the same time and take turns, A B
 A B ..., each round with open-loop arrivals at a fixed rate and fresh random prompts from one seed; a round's ratio is
-B's median over A's in the same round, so drift of the machine cancels out.
+B's median over A's in the same round, so drift of the machine cancels out. Near saturation queues multiply every small
+difference; --rate 0 sends one request at a time and shows the difference itself.
 
     python tests/bench/paired_latency.py --mode push --input-tokens 16384 --rate 6 \
         --a stock,http://127.0.0.1:8100,http://127.0.0.1:8200,stock-p,127.0.0.1:5600 \
@@ -130,8 +131,10 @@ async def run_round(client: aiohttp.ClientSession, pair: Pair, options: argparse
     # Made beforehand: it takes milliseconds a prompt, which would delay the tokens of requests under way.
     prompts = [
         [low + int(source.random() * (high - low)) for _ in range(options.input_tokens)]
-        for _ in range(max(1, round(options.rate * options.seconds)))
+        for _ in range(round((options.rate or 1) * options.seconds))
     ]
+    if not options.rate:
+        return [await measure(client, pair, options, prompt) for prompt in prompts]
     tasks = []
     begin = time.perf_counter()
     for number, prompt in enumerate(prompts):
@@ -187,8 +190,8 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="m")
     parser.add_argument("--input-tokens", type=int, required=True)
     parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--rate", type=float, required=True, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--rate", type=float, required=True, help="requests a second; 0: one after the other")
+    parser.add_argument("--seconds", type=float, default=20, help="length of a round; with rate 0 its requests")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--token-range", type=int, nargs=2, default=(300, 151000), metavar=("LOW", "HIGH"))
     asyncio.run(main(parser.parse_args()))
