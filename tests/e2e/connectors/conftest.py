@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 TTL_SECONDS = 20
 LEASE_SECONDS = 15
 PUSH_TIMEOUT_SECONDS = 4
-# NIXL's UCX threads poll; with vLLM's default of 4 an engine, a small machine does little else.
-QUIET = {"num_threads": 1}
 STREAMED = ("--middleware", "kvops_connectors.streaming.StreamedHandles")
 
 
@@ -36,7 +34,6 @@ def bidirectional_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     """Prefill and decode with our connectors, and a stock pair beside them."""
     folder = tmp_path_factory.mktemp("bidirectional")
     extra = {
-        **QUIET,
         "bidirectional_kv_xfer": True,
         "decoder_kv_blocks_ttl": TTL_SECONDS,
         "kv_lease_duration": LEASE_SECONDS,
@@ -56,7 +53,6 @@ def push_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, E
     """Prefill and decode in push mode with our connectors, and a stock decode beside them."""
     folder = tmp_path_factory.mktemp("push")
     extra = {
-        **QUIET,
         "push_registration_timeout": PUSH_TIMEOUT_SECONDS,
         "kv_lease_duration": LEASE_SECONDS,
         "kvops": {"push_cancel_grace_seconds": 1},
