@@ -403,7 +403,7 @@ def _keys_beside(path: KeyPath) -> list[str]:
 
 
 def _nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
     return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(known)}"
 
 

@@ -76,6 +76,8 @@ class FleetView:
 
     def _print_changes(self, state: FleetState) -> None:
         for process in state.processes:
+            if process.phase == "waiting":
+                continue
             line = f"{process.name}: {process.phase}"
             if process.phase == "starting":
                 line += f" (pid {process.pid}, {process.url})"

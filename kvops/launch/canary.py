@@ -26,9 +26,9 @@ _ANSWER_TOKENS = 16
 # The first transfer pays the handshake and, on GPUs, the registration of the whole KV pool; compiling backends add
 # minutes. A canary that takes longer waits for KV that never comes.
 _REQUEST_TIMEOUT_SECONDS = 300
-# Counters reach /metrics a scheduler step after the answer does.
 _COUNTERS_SETTLE_SECONDS = 5.0
 _PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+_REQUESTS = "vllm:request_success_total"
 _KV_BYTES = "vllm:nixl_bytes_transferred_sum"
 
 
@@ -40,17 +40,31 @@ class Counters(msgspec.Struct, frozen=True):
     """What one engine has counted since it started."""
 
     transferred_tokens: float
+    """Prompt tokens whose KV came from another engine."""
+    cached_tokens: float
+    """Prompt tokens whose KV was in the engine's own prefix cache."""
     computed_tokens: float
+    """Prompt tokens whose KV the engine computed."""
     kv_bytes: float
-    known: bool
+    """Bytes that this engine read or wrote; the other side counts nothing."""
+    requests: float
+    """Requests that ended well."""
+    known: bool = True
     """Whether the engine exports the counter of prompt tokens at all."""
+
+    @property
+    def prompt_tokens(self) -> float:
+        """All prompt tokens, wherever their KV came from."""
+        return self.transferred_tokens + self.cached_tokens + self.computed_tokens
 
     def __sub__(self, earlier: Counters) -> Counters:
         """Return what was added since ``earlier``."""
         return Counters(
             self.transferred_tokens - earlier.transferred_tokens,
+            self.cached_tokens - earlier.cached_tokens,
             self.computed_tokens - earlier.computed_tokens,
             self.kv_bytes - earlier.kv_bytes,
+            self.requests - earlier.requests,
             self.known,
         )
 
@@ -84,7 +98,7 @@ async def _run(session: aiohttp.ClientSession, plan: Plan) -> CanaryReport:
                 f"the canary's answer through the router is {routed['choices'][0]['text']!r}, but one engine alone "
                 f"answers {alone['choices'][0]['text']!r}: decode worked on wrong KV"
             )
-    added = await _added_counters(session, plan, before, prompt_tokens)
+    added = await settled_counters(session, plan, before, prompt_tokens)
     return judge(plan, added, prompt_tokens)
 
 
@@ -153,22 +167,30 @@ async def _scrape(session: aiohttp.ClientSession, engine: Process) -> Counters:
         raise CanaryError(f"{engine.url}/metrics is not Prometheus text: {error}") from None
     return Counters(
         transferred_tokens=samples.total(_PROMPT_TOKENS, source="external_kv_transfer"),
+        cached_tokens=samples.total(_PROMPT_TOKENS, source="local_cache_hit"),
         computed_tokens=samples.total(_PROMPT_TOKENS, source="local_compute"),
         kv_bytes=samples.total(_KV_BYTES),
+        requests=samples.total(_REQUESTS),
         known=samples.has(_PROMPT_TOKENS),
     )
 
 
-async def _added_counters(
+async def settled_counters(
     session: aiohttp.ClientSession, plan: Plan, before: dict[str, Counters], prompt_tokens: int
 ) -> dict[str, Counters]:
-    """Return what each engine added, once decode has accounted for every prompt token and bytes have shown up."""
+    """Return what each engine counted since ``before``, by name, once decode has accounted for ``prompt_tokens``.
+
+    Counters reach /metrics a scheduler step after the answer does; after a few seconds what there is is returned.
+
+    Raises:
+        aiohttp.ClientError: an engine does not answer.
+        CanaryError: an engine's /metrics cannot be parsed.
+    """
     deadline = time.monotonic() + _COUNTERS_SETTLE_SECONDS
     while True:
         after = await read_counters(session, plan)
         added = {name: after[name] - before[name] for name in after}
-        decodes = [added[process.name] for process in plan.role("decode")]
-        accounted = sum(counters.transferred_tokens + counters.computed_tokens for counters in decodes)
+        accounted = sum(added[process.name].prompt_tokens for process in plan.role("decode"))
         has_bytes = any(counters.kv_bytes for counters in added.values())
         if (accounted >= prompt_tokens and has_bytes) or time.monotonic() > deadline:
             return added
@@ -199,7 +221,9 @@ def _cause_in_logs(plan: Plan) -> str:
 
 
 def _cause_of_no_transfer(plan: Plan, added: dict[str, Counters]) -> str:
-    # The canary asks prefill alone too, so a router that skips prefill shows as computed tokens of decode only.
-    if any(added[process.name].computed_tokens for process in plan.role("prefill")):
-        return "prefill worked but decode was not told where its KV lies; see kvops logs router"
-    return "prefill computed nothing; see kvops logs router"
+    decode_requests = sum(added[process.name].requests for process in plan.role("decode"))
+    prefill_requests = sum(added[process.name].requests for process in plan.role("prefill"))
+    # The canary asks prefill alone as often as it asks the router.
+    if prefill_requests <= decode_requests:
+        return "the router sent nothing to prefill; see kvops logs router"
+    return "prefill did its part but decode got no handle, or could not use it; see kvops logs router and decode-0"

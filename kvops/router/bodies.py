@@ -128,7 +128,7 @@ def handle_of(content: bytes) -> msgspec.Raw:
     """
     try:
         raw = _decode_body.decode(content).get(_KV_TRANSFER_PARAMS)
-        handle = msgspec.json.decode(raw, type=_Handle) if raw is not None else None
+        handle = msgspec.json.decode(raw, type=_Handle | None) if raw is not None else None
     except msgspec.DecodeError as error:
         raise HandleError(f"its handle is malformed: {error}") from None
     if raw is None or handle is None:

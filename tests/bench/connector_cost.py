@@ -19,15 +19,16 @@ from unittest.mock import MagicMock
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "connectors"), str(ROOT / "tests" / "integration" / "connectors")]
 
-import kvops_connectors  # noqa: E402
 import vllm.distributed.kv_transfer.kv_connector.v1.nixl as stock  # noqa: E402
+from stand_ins import bare, kv_cache_config, request, vllm_config  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
+
+import kvops_connectors  # noqa: E402
 from kvops_connectors import prefix  # noqa: E402
 from kvops_connectors.nixl import WorkerEvents  # noqa: E402
 from kvops_connectors.settings import Settings  # noqa: E402
 from kvops_connectors.worker import WorkerInstrument  # noqa: E402
-from stand_ins import bare, kv_cache_config, request, vllm_config  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
-from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,9 +94,9 @@ def main() -> None:
     rows["worker, per transfer and rank"] = worker_transfer()
     history = list(range(32_768))
     rows["handle of 32k tokens, once a turn"] = [0.0, best_microseconds(lambda: prefix.of_tokens(history, 32), 20)]
-    print(f"{'microseconds':36}{'stock':>9}{'kvops':>9}{'added':>9}")  # noqa: T201
+    print(f"{'microseconds':36}{'stock':>9}{'kvops':>9}{'added':>9}")
     for name, (theirs, ours) in rows.items():
-        print(f"{name:36}{theirs:9.2f}{ours:9.2f}{ours - theirs:9.2f}")  # noqa: T201
+        print(f"{name:36}{theirs:9.2f}{ours:9.2f}{ours - theirs:9.2f}")
 
 
 def worker_step() -> list[float]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from e2e.connectors.conftest import TTL_SECONDS
-from e2e.connectors.pair import (
+from engine_pair import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
+    TTL_SECONDS,
     Answer,
     Engine,
     Metrics,

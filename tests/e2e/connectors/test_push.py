@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from e2e.connectors.conftest import LEASE_SECONDS, PUSH_TIMEOUT_SECONDS
-from e2e.connectors.pair import (
+from engine_pair import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
+    LEASE_SECONDS,
+    PUSH_TIMEOUT_SECONDS,
     Answer,
     Engine,
     Pair,

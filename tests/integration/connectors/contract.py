@@ -16,15 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import kvops_connectors
 import vllm
 import vllm.distributed.kv_transfer.kv_connector.v1.nixl as stock
-from kvops_connectors import events, journal, streaming
-from kvops_connectors.catalogue import CATALOGUE
-from kvops_connectors.nixl import Instrumented, WorkerEvents
-from kvops_connectors.settings import Settings
-from kvops_connectors.stats import KEY, KvopsStats, with_samples
-from kvops_connectors.worker import WorkerInstrument
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from stand_ins import bare, blocks, kv_cache_config, request, transfer_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -40,6 +33,14 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+import kvops_connectors
+from kvops_connectors import events, journal, streaming
+from kvops_connectors.catalogue import CATALOGUE
+from kvops_connectors.nixl import Instrumented, WorkerEvents
+from kvops_connectors.settings import Settings
+from kvops_connectors.stats import KEY, KvopsStats, with_samples
+from kvops_connectors.worker import WorkerInstrument
 
 FOLDER = Path(sys.argv[1])
 REPORT: dict[str, str] = {"vllm": vllm.__file__}
@@ -558,5 +559,5 @@ def a_streamed_answer_gives_its_handle_to_the_middleware() -> None:
     assert AsyncLLM.generate.kvops
 
 
-print(json.dumps(REPORT), flush=True)  # noqa: T201
+print(json.dumps(REPORT), flush=True)
 os._exit(0)

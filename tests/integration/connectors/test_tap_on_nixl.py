@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from kvops_connectors import events
 from kvops_connectors.guard import Guard
 from kvops_connectors.tap import AgentTap

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from kvops_connectors.catalogue import CATALOGUE, Metric, markdown
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvops_connectors import handle, prefix
 
 # As vLLM 0.32 returns it from decode in bidirectional mode, after JSON.

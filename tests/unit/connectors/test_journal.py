@@ -5,6 +5,7 @@ import time
 
 import msgspec
 import pytest
+
 from kvops_connectors.journal import Engine, Hold, HoldEnd, Record, RequestIds, Times, Tokens, Writer, decode
 
 ENGINE = Engine("p0", "prefill", 0, "7f1c8c1e-1b7e-4d1c-a0d5-1d2b4b7f8a11")

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvops_connectors.prefix import Extra, from_wire, matched_tokens, of_tokens
 
 TOKENS = st.lists(st.integers(0, 200_000), min_size=1, max_size=300)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvops_connectors.catalogue import RECOMPUTE_REASONS
 from kvops_connectors.events import Ended, PushMet
 from kvops_connectors.requests import Moves, OpenHold, OpenRequest, base_id

@@ -7,6 +7,7 @@ from enum import Enum
 from types import SimpleNamespace
 
 import pytest
+
 from kvops_connectors import events
 from kvops_connectors.catalogue import CATALOGUE
 from kvops_connectors.journal import Engine, HoldEnd, Record

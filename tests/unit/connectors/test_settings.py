@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+
 from kvops_connectors.settings import Settings, load
 
 

@@ -19,14 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvops.tiny_model import KV_BYTES_PER_TOKEN, default_path, ensure_model
 from kvops_connectors import journal
 
-from kvops.tiny_model import KV_BYTES_PER_TOKEN, default_path, ensure_model
-
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
 BLOCK_BYTES = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
 START_SECONDS = 240
+# vLLM reads nothing back in the last 5 seconds of decode's TTL.
+TTL_SECONDS = 20
+LEASE_SECONDS = 15
+PUSH_TIMEOUT_SECONDS = 4
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 
 
