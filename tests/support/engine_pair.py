@@ -28,8 +28,8 @@ BLOCK_BYTES = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
 START_SECONDS = 240
 # vLLM reads nothing back in the last 5 seconds of decode's TTL.
 TTL_SECONDS = 20
-LEASE_SECONDS = 15
-PUSH_TIMEOUT_SECONDS = 4
+LEASE_SECONDS = 20
+PUSH_TIMEOUT_SECONDS = 12
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 
 
