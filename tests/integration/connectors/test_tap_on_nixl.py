@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,6 @@ from kvops_connectors import events
 from kvops_connectors.guard import Guard
 from kvops_connectors.tap import AgentTap
 
-torch = pytest.importorskip("torch")
-nixl = pytest.importorskip("nixl._api")
-
 BLOCK_BYTES, BLOCKS = 4096, 8
 
 
@@ -24,6 +22,8 @@ class Side:
     """One rank: an agent, its memory, and what vLLM's worker would know."""
 
     def __init__(self) -> None:
+        # Both take seconds to import, which the collection of tests must not.
+        torch, nixl = import_module("torch"), import_module("nixl._api")
         self.name = uuid.uuid4().hex
         self.nixl_wrapper = nixl.nixl_agent(self.name, nixl.nixl_agent_config(capture_telemetry=True))
         self.memory = torch.zeros(BLOCK_BYTES * BLOCKS, dtype=torch.uint8)
