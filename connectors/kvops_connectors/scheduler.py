@@ -247,11 +247,11 @@ class SchedulerInstrument:
             followed.failed = followed.failed or event.reason
 
     def _readback_lost(self, event: events.ReadbackLost) -> None:
-        self.lost.add(event.request_id)
         followed = self._open.get(event.request_id)
-        if followed is not None:
+        if followed is not None and event.request_id not in self.lost:
             followed.failed = followed.failed or "unknown"
             self._arrivals.mended(followed, "expired_readback")
+        self.lost.add(event.request_id)
 
     def _push_met(self, event: events.PushMet) -> None:
         hold = self._holds.get(event.request_id)

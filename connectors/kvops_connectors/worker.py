@@ -240,7 +240,7 @@ class WorkerInstrument:
 
     def _report_levels(self) -> None:
         worker, tap, now = self._worker, self._tap, time.perf_counter()
-        waiting = (len(worker._pending_d_registrations), len(worker._push_finished_blocks)) if self._push else (0, 0)
+        waiting = (len(worker._pending_d_registrations), len(self._unmatched())) if self._push else (0, 0)
         levels = (len(worker._remote_agents), *waiting)
         counted = tap.heartbeats_sent or tap.heartbeats_failed or tap.lease_renewals
         if levels == self._levels and not counted and not (any(waiting) and now >= self._levels_due):
@@ -249,7 +249,7 @@ class WorkerInstrument:
         ages = (
             (
                 _oldest(self._registered_at, worker._pending_d_registrations),
-                _oldest(self._prefill_done_at, worker._push_finished_blocks),
+                _oldest(self._prefill_done_at, self._unmatched()),
             )
             if any(waiting)
             else (0.0, 0.0)
@@ -257,6 +257,12 @@ class WorkerInstrument:
         counts = (tap.heartbeats_sent, tap.heartbeats_failed, tap.lease_renewals)
         tap.heartbeats_sent = tap.heartbeats_failed = tap.lease_renewals = 0
         self._events.append(Levels(*levels, *ages, *counts))
+
+    def _unmatched(self) -> list[str]:
+        # The writer thread drops blocks that have expired only after this step, which may be the last one for long.
+        return [
+            request_id for request_id in list(self._worker._push_finished_blocks) if request_id in self._prefill_done_at
+        ]
 
 
 # Key in a registration that takes an earlier one of the same request back.
@@ -326,6 +332,6 @@ def _handshake_outcome(error: Exception) -> str:
     return "incompatible" if "compatib" in message else "error"
 
 
-def _oldest(times: dict[str, float], waiting: dict[str, Any]) -> float:
+def _oldest(times: dict[str, float], waiting: Iterable[str]) -> float:
     now = time.time()
     return max((now - times[request_id] for request_id in list(waiting) if request_id in times), default=0.0)

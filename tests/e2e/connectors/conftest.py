@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from e2e.connectors.pair import Engine
+from engine_pair import LEASE_SECONDS, PUSH_TIMEOUT_SECONDS, TTL_SECONDS, Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# vLLM reads nothing back in the last 5 seconds of decode's TTL.
-TTL_SECONDS = 13
-LEASE_SECONDS = 12
-PUSH_TIMEOUT_SECONDS = 4
 STREAMED = ("--middleware", "kvops_connectors.streaming.StreamedHandles")
 
 

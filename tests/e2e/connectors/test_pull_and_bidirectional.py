@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from e2e.connectors.conftest import TTL_SECONDS
-from e2e.connectors.pair import (
+from engine_pair import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
+    TTL_SECONDS,
     Answer,
     Engine,
     Metrics,
@@ -177,7 +177,8 @@ def test_a_streamed_conversation_reuses_decodes_blocks_in_every_turn_from_the_se
         record = pair.prefill.record(request_id)
         assert (record.tokens.remote > 100 * (turn - 1)) == (turn > 1), record
         messages.append({"role": "assistant", "content": text})
-        assert text == chat_alone(pair.decode, messages[:-1])
+    for asked in range(1, len(messages), 2):
+        assert messages[asked]["content"] == chat_alone(pair.decode, messages[:asked])
 
 
 def streamed_chat_turn(
@@ -435,11 +436,9 @@ def check_tokens(metrics: Metrics, records: list[Any]) -> None:
     assert by_source["remote"] == metrics.total("kvops_loaded_tokens_total")
     theirs = metrics.by("vllm:prompt_tokens_by_source_total", "source")
     assert by_source["local_hit"] == theirs["local_cache_hit"]
-    # vLLM counts at admission: a load that failed counts as loaded, and so does the last token, computed again.
-    undone = ("last_token", "ttl_expired", "remote_gone", "transfer_failed", "handshake_failed")
-    failed = sum(spent.recomputed.get(reason, 0) for spent in scheduled for reason in undone if spent.offered)
-    declined = sum(record.tokens.recomputed.get("ttl_expired", 0) for record in records if record.direction is None)
-    assert by_source["remote"] + failed - declined == theirs["external_kv_transfer"]
+    # vLLM counts the last token as loaded, although it is always computed again.
+    last = sum(record.tokens.recomputed.get("last_token", 0) for record in records if record.direction)
+    assert by_source["remote"] + last == theirs["external_kv_transfer"]
 
 
 # Engines that die.

@@ -167,6 +167,16 @@ def test_a_load_that_fails_without_a_word_has_an_unknown_reason(make, journal):
     assert journal.lines[0].error == "unknown"
 
 
+def test_a_readback_lost_on_two_ranks_is_mended_once(make):
+    ours, one = make(), request({**PREFILL, **HANDLE})
+    load(ours, one)
+    lost = events.ReadbackLost(NAME)
+    ours.output([events.LoadFailed(NAME, "ttl_expired"), lost, lost], output())
+    assert ours.lost == {NAME}
+    assert ours.readback(NAME) is one
+    assert samples(ours)["kvops_mends_total", "expired_readback"] == 1
+
+
 def test_a_request_that_is_aborted_while_it_loads_keeps_its_transfer(make, journal):
     ours, one = make("pull"), request(dict(LOAD))
     load(ours, one)

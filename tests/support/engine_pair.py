@@ -22,10 +22,14 @@ from typing import Any
 from kvops.tiny_model import KV_BYTES_PER_TOKEN, default_path, ensure_model
 from kvops_connectors import journal
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
 BLOCK_BYTES = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
 START_SECONDS = 240
+# vLLM reads nothing back in the last 5 seconds of decode's TTL.
+TTL_SECONDS = 20
+LEASE_SECONDS = 20
+PUSH_TIMEOUT_SECONDS = 12
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 
 
