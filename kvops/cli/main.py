@@ -18,6 +18,7 @@ VERBS = {
     "down": "Stop a fleet and everything it started.",
     "status": "Show the processes of a fleet and their state.",
     "logs": "Show what the processes of a fleet wrote.",
+    "doctor": "Check that this host will really move KV by RDMA.",
     "router": "Run the reference router in front of engines that are already up.",
     "demo": "Send a multi-turn conversation through a fleet and show where its KV came from.",
 }

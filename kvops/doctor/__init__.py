@@ -1,0 +1,1 @@
+"""Checks of a host, live or captured: will KV really move by RDMA?"""
