@@ -120,5 +120,7 @@ def one_host(facts: Facts) -> str:
 
 
 def kubernetes(facts: Facts) -> str:
-    """Applies where kubectl is there."""
-    return "" if facts.installed(manifest.KUBECTL_NODES) else "no kubectl"
+    """Applies where kubectl is there and set up; without a configuration it asks localhost:8080."""
+    if not facts.installed(manifest.KUBECTL_NODES):
+        return "no kubectl"
+    return "kubectl knows no cluster" if "localhost:8080" in facts.output(manifest.KUBECTL_NODES).stderr else ""

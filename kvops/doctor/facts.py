@@ -122,7 +122,8 @@ class Facts:
         """
         output = self.output(argv)
         if output.exit and not output.stdout.strip():
-            raise UnavailableError(f"{' '.join(argv)} failed: {(output.stderr.strip() or 'no output')[:120]}")
+            last_line = (output.stderr.strip() or "no output").splitlines()[-1]
+            raise UnavailableError(f"{' '.join(argv)} failed: {last_line[:120]}")
         return read_as(parser, output.stdout, " ".join(argv))
 
     # The machine
@@ -447,6 +448,19 @@ class Facts:
     def _log_paths(self, pid: int | None) -> list[str]:
         links = [self.host.readlink(f"/proc/{pid}/fd/{number}") for number in (1, 2)]
         return [link for link in links if isinstance(link, str) and link.startswith("/") and link[:5] != "/dev/"]
+
+    def metrics_page(self, engine: Engine) -> str:
+        """Return an engine's Prometheus page.
+
+        Raises:
+            UnavailableError: it was not asked, or did not answer.
+        """
+        tail = f":{engine.number('--port', 8000)}/metrics"
+        captured = [argv for argv in self.host.captured_commands() if argv[0] == "curl" and argv[-1].endswith(tail)]
+        output = self.output(captured[0] if captured else manifest.metrics_command(tail))
+        if output.exit:
+            raise UnavailableError(f"{engine.name} does not answer on {tail}")
+        return output.stdout
 
     # The cloud
 

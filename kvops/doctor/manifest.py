@@ -12,7 +12,8 @@ LSPCI = ("lspci", "-D", "-nn")
 LSPCI_VERBOSE = ("lspci", "-vvv")
 UNAME = ("uname", "-a")
 PAGE_SIZE = ("getconf", "PAGESIZE")
-DF_SHM = ("df", "-Pk", "/dev/shm")  # noqa: S108
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, nothing is written there
+DF_SHM = ("df", "-Pk", SHARED_MEMORY)
 LS_INFINIBAND = ("ls", "-l", "/dev/infiniband")
 DMESG = ("dmesg",)
 LDCONFIG = ("ldconfig", "-p")
@@ -128,3 +129,13 @@ PATHS = (
     "/dev/",
     "/dev/infiniband/",
 )
+
+
+def metrics_command(tail: str) -> tuple[str, ...]:
+    """Return the command that reads an engine's metrics; the tail is ``:<port>/metrics``."""
+    return ("curl", "-sS", "--max-time", "3", f"http://127.0.0.1{tail}")
+
+
+def reachable_command(host: str, port: int) -> tuple[str, ...]:
+    """Return the command that tells whether a TCP port accepts connections."""
+    return ("nc", "-z", "-w", "2", host, str(port))

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from kvops.doctor.checks import efa, gpudirect, host, libfabric
+from kvops.doctor.checks import efa, gpudirect, host, kubernetes, libfabric, nccl, network, neuron, nixl, ucx, vllm
 
-CHECKS = (*host.CHECKS, *efa.CHECKS, *libfabric.CHECKS, *gpudirect.CHECKS)
+CHECKS = (
+    *host.CHECKS,
+    *efa.CHECKS,
+    *libfabric.CHECKS,
+    *gpudirect.CHECKS,
+    *neuron.CHECKS,
+    *nixl.CHECKS,
+    *ucx.CHECKS,
+    *nccl.CHECKS,
+    *vllm.CHECKS,
+    *network.CHECKS,
+    *kubernetes.CHECKS,
+)
