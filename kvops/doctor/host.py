@@ -96,6 +96,12 @@ class Host(ABC):
             self._outputs[argv] = self._run(argv)
         return self._outputs[argv]
 
+    def answers(
+        self,
+    ) -> tuple[dict[str, str | Gap], dict[str, tuple[str, ...] | Gap], dict[str, str | Gap], dict[Argv, Output | Gap]]:
+        """Return everything that was asked so far: texts, listings, links, and outputs of commands."""
+        return dict(self._texts), dict(self._listings), dict(self._links), dict(self._outputs)
+
     def prefetch(self, commands: Iterable[Argv]) -> None:
         """Ask for several commands at once, so that the slowest sets the time and not their sum."""
         waiting = [argv for argv in dict.fromkeys(commands) if argv not in self._outputs]

@@ -9,7 +9,7 @@ from kvops.doctor.check import State
 from kvops.doctor.sources import url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvops.doctor.check import Check
     from kvops.doctor.run import Report, Result
@@ -98,18 +98,18 @@ def _verdict(report: Report) -> str:
     return f"{sentence[report.exit_status]}: {counts}"
 
 
-def write_text(report: Report, *, terminal: bool, verbose: bool = False) -> None:
-    """Print the report, with colours and wrapping on a terminal, one line a row in a pipe."""
+def write_text(lines: Iterable[Row], *, terminal: bool) -> None:
+    """Print rows, with colours and wrapping on a terminal, one line a row in a pipe."""
     if terminal:
-        _write_rich(rows(report, verbose=verbose))
+        _write_rich(lines)
         return
     import click  # noqa: PLC0415
 
-    for row in rows(report, verbose=verbose):
+    for row in lines:
         click.echo(f"{row.label:<10} {row.text}".rstrip())
 
 
-def _write_rich(lines: Iterator[Row]) -> None:
+def _write_rich(lines: Iterable[Row]) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415

@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvops.doctor import conditions
 from kvops.doctor.check import Check, Finding, State, skipped, unknown
 from kvops.doctor.checks import CHECKS
 from kvops.doctor.facts import Facts, UnavailableError
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from kvops.doctor.engines import Engine
 
 TROUBLE = (State.FAIL, State.WARN)
+PAIR_CHECKS = tuple(
+    check
+    for check in CHECKS
+    if conditions.pair in check.applies or conditions.two_hosts in check.applies or check.id == "VL-01"
+)
 
 
 @dataclass(slots=True)
@@ -135,8 +141,16 @@ def _can_explain(cause: Result, consequence: Result) -> bool:
     return cause.state is State.WARN and consequence.state is not State.FAIL
 
 
-def select(only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[Check]:
-    """Return the checks that ids and group names choose; all without a choice.
+def changes(before: Report, after: Report) -> list[tuple[Result, State]]:
+    """Return the results whose state or message changed between two looks, with the state before."""
+    pairs = zip(before.results, after.results, strict=True)
+    return [
+        (new, old.state) for old, new in pairs if (old.state, old.finding.message) != (new.state, new.finding.message)
+    ]
+
+
+def select(only: Iterable[str] = (), skip: Iterable[str] = (), among: Sequence[Check] = ()) -> list[Check]:
+    """Return the checks that ids and group names choose; all (of ``among``) without a choice.
 
     Raises:
         KvopsError: a name is neither an id nor a group, or nothing is left.
@@ -150,7 +164,7 @@ def select(only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[Check]:
                 f"no check or group is called {word!r}",
                 f"did you mean {near[0]!r}?" if near else "kvops doctor --list shows them",
             )
-    names = [(check, {check.id.lower(), check.group}) for check in CHECKS]
+    names = [(check, {check.id.lower(), check.group}) for check in among or CHECKS]
     chosen = [c for c, own in names if (not only or own & set(only)) and not own & set(skip)]
     if not chosen:
         raise KvopsError("no check is left to run", "--only and --skip exclude each other here")

@@ -409,18 +409,22 @@ def port_trouble(facts: Facts) -> Finding:
 )
 def kv_is_rdma(facts: Facts) -> Finding:
     """Bandwidth tests can be right while the engines talk TCP; the counters of the devices cannot be."""
-    previous = facts.previous
-    if previous is None:
+    now = _moved_bytes(facts)
+    if facts.previous is None:
         return unknown("takes a second look while KV moves (--watch)")
-    names = ("rdma_read_bytes", "rdma_write_bytes", "send_bytes")
-    over_efa = sum(facts.total(name) - previous.total(name) for name in names)
-    over_tcp = _ethernet_bytes(facts) - _ethernet_bytes(previous)
+    over_efa, over_tcp = (after - before for after, before in zip(now, _moved_bytes(facts.previous), strict=True))
     evidence = f"EFA +{over_efa} bytes, Ethernet +{over_tcp} bytes"
     if over_efa < over_tcp and over_tcp > 64 << 20:
         return failed("traffic grows on Ethernet and not on EFA", evidence)
     if over_efa > over_tcp:
         return passed("traffic grows on EFA", evidence)
     return unknown("no transfer between the two looks", evidence)
+
+
+def _moved_bytes(facts: Facts) -> tuple[int, int]:
+    """Return the bytes that EFA and that Ethernet devices have moved."""
+    names = ("rdma_read_bytes", "rdma_write_bytes", "send_bytes")
+    return sum(facts.total(name) for name in names), _ethernet_bytes(facts)
 
 
 def _ethernet_bytes(facts: Facts) -> int:

@@ -56,7 +56,8 @@ def _installed(facts: Facts, engine: Engine, names: tuple[str, ...]) -> str:
 )
 def side_channel_host(facts: Facts) -> Finding:
     """The address goes to the peer inside kv_transfer_params; localhost there means the peer itself."""
-    wrong = [engine for engine in facts.kv_engines if engine.side_channel_host in NOT_ROUTABLE]
+    engines = [*facts.kv_engines, *(facts.peer.kv_engines if facts.peer else [])]
+    wrong = [engine for engine in engines if engine.side_channel_host in NOT_ROUTABLE]
     if not wrong:
         return passed("every engine names its own address", facts.kv_engines[0].side_channel_host)
     message = f"{wrong[0].name} tells its peers {wrong[0].side_channel_host!r}"
