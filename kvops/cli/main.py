@@ -20,7 +20,6 @@ VERBS = {
     "logs": "Show what the processes of a fleet wrote.",
     "doctor": "Check that this host will really move KV by RDMA.",
     "router": "Run the reference router in front of engines that are already up.",
-    "demo": "Send a multi-turn conversation through a fleet and show where its KV came from.",
 }
 
 

