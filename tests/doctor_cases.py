@@ -15,6 +15,7 @@ from kvops.doctor.run import evaluate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+FAIL, WARN, PASS, SKIP, UNKNOWN = State.FAIL, State.WARN, State.PASS, State.SKIP, State.UNKNOWN
 BY_ID = {check.id: check for check in CHECKS}
 UCX_MAPS = "7f0000-7f0001 r-xp 00000000 103:01 12 /x/libplugin_UCX.so\n"
 SRD = "\n".join(
@@ -128,6 +129,12 @@ def across_hosts() -> Scene:
     return Scene(host)
 
 
+def with_host_buffer() -> Scene:
+    host = p5en()
+    set_config(host, top={"kv_buffer_device": "cpu", "kv_buffer_size": 1e9})
+    return Scene(host)
+
+
 def cluster() -> Scene:
     """A node and an engine pod as kubectl shows them, seen from inside the pod."""
     host = p5en()
@@ -175,7 +182,7 @@ def set_kubernetes(host: Fixture, **objects: list[dict[str, object]]) -> None:
 
 def edit_objects(host: Fixture, kind: str, *changes: str) -> None:
     """Replace words (old, new, old, new, ...) in what kubectl or aws printed about a kind of object."""
-    argv = next(argv for argv in host.commands if argv[2] == kind)
+    argv = next(argv for argv in host.commands if kind in argv[2:3])
     stdout, stderr, status = host.commands[argv]
     for old, new in zip(changes[::2], changes[1::2], strict=True):
         assert old in stdout, (old, stdout)
@@ -216,6 +223,7 @@ SCENES: dict[str, Callable[[], Scene]] = {
     "EFA-20": watched,
     "HOST-07": colocated,
     "HOST-08": colocated,
+    "LF-13": with_host_buffer,
     "LF-14": colocated,
     "NX-10": with_ucx,
     "NX-11": with_ucx,

@@ -64,7 +64,9 @@ class Fixture:
     def absent(self, *paths: str) -> Fixture:
         """Say that paths or commands are known not to exist."""
         for path in paths:
-            self.without(path)
+            for store in (self.files, self.listings, self.links):
+                store.pop(path, None)
+            self.commands.pop(tuple(path.split()), None)
             self.not_captured.append({"path": path, "why": "absent"})
         return self
 
@@ -125,7 +127,9 @@ def base(instance_type: str) -> Fixture:
     """An AL2023 host with the EFA stack, without devices."""
     host = Fixture()
     host.listing("/sys/bus/pci/devices").listing("/sys/class/infiniband").listing("/sys/class/infiniband_verbs")
-    host.listing("/dev", "null", "infiniband").listing("/dev/infiniband").listing("/proc", "self", "1")
+    host.listing("/dev", "null", "infiniband").listing("/dev/infiniband").listing(
+        "/proc", "self", "sys", "driver", "cmdline", "version", "meminfo"
+    )
     host.listing("/sys/module", "ib_core", "ib_uverbs", "efa").listing("/sys/class/net", "eth0", "lo")
     host.listing("/sys/kernel/iommu_groups").listing("/etc/security/limits.d", "01_efa.conf")
     host.listing("/etc/modules-load.d", "efa.conf").listing("/etc/infiniband")
@@ -134,8 +138,10 @@ def base(instance_type: str) -> Fixture:
     host.file("/sys/devices/virtual/dmi/id/product_name", instance_type + "\n")
     host.file("/proc/version", f"Linux version {KERNEL} (mockbuild@ip-10-0-0-7) (gcc 11.4.1) #1 SMP\n")
     host.file("/proc/cmdline", "BOOT_IMAGE=/boot/vmlinuz root=UUID=0 ro\n")
-    host.file("/proc/meminfo", "MemTotal: 2097152000 kB\nHugePages_Total: 21121\nHugePages_Free: 21121\n"
-              "Hugepagesize:    2048 kB\n")
+    host.file(
+        "/proc/meminfo",
+        "MemTotal: 2097152000 kB\nHugePages_Total: 21121\nHugePages_Free: 21121\nHugepagesize:    2048 kB\n",
+    )
     host.file("/proc/self/limits", limits("unlimited")).file("/proc/1/limits", limits("unlimited"))
     host.file("/proc/self/environ", "PATH=/usr/bin")
     host.file(f"/boot/config-{KERNEL}", "CONFIG_PCI_P2PDMA=y\nCONFIG_INFINIBAND_USER_ACCESS=m\n")
@@ -148,14 +154,28 @@ def base(instance_type: str) -> Fixture:
     host.command("dkms status", f"efa/3.0.0, {KERNEL}, x86_64: installed\n")
     host.absent("ofed_info -s", "kubectl get nodes -o json")
     host.command("fi_info --version", "fi_info: 2.6.0amzn1.0\nlibfabric: 2.6.0amzn1.0\nlibfabric api: 2.6\n")
-    host.command("fi_info -e", "# FI_EFA_IFACE: String\n# FI_EFA_ENABLE_SHM_TRANSFER: Boolean (0/1)\n"
-                 "# FI_EFA_USE_DEVICE_RDMA: Boolean\n# FI_EFA_USE_HUGE_PAGE: Boolean\n# FI_EFA_FORK_SAFE: Boolean\n")
-    host.command("ldconfig -p", "1512 libs found in cache\n"
-                 "\tlibfabric.so.1 (libc6,x86-64) => /opt/amazon/efa/lib64/libfabric.so.1\n"
-                 "\tlibefa.so.1 (libc6,x86-64) => /lib64/libefa.so.1\n")
-    host.command("lspci -vvv", "00:01.0 PCI bridge: Amazon.com, Inc. Device 0200\n\tCapabilities: [100 v1] Access "
-                 "Control Services\n\t\tACSCtl:\tSrcValid- TransBlk- ReqRedir- CmpltRedir-\n")
-    packages = {"rdma-core": "59.amzn0-1", "libibverbs": "59.amzn0-1", "libfabric-aws": "2.6.0amzn1.0-1"}
+    host.command(
+        "fi_info -e",
+        "# FI_EFA_IFACE: String\n# FI_EFA_ENABLE_SHM_TRANSFER: Boolean (0/1)\n"
+        "# FI_EFA_USE_DEVICE_RDMA: Boolean\n# FI_EFA_USE_HUGE_PAGE: Boolean\n# FI_EFA_FORK_SAFE: Boolean\n",
+    )
+    host.command(
+        "ldconfig -p",
+        "1512 libs found in cache\n"
+        "\tlibfabric.so.1 (libc6,x86-64) => /opt/amazon/efa/lib64/libfabric.so.1\n"
+        "\tlibefa.so.1 (libc6,x86-64) => /lib64/libefa.so.1\n",
+    )
+    host.command(
+        "lspci -vvv",
+        "00:01.0 PCI bridge: Amazon.com, Inc. Device 0200\n\tCapabilities: [100 v1] Access "
+        "Control Services\n\t\tACSCtl:\tSrcValid- TransBlk- ReqRedir- CmpltRedir-\n",
+    )
+    packages = {
+        "rdma-core": "59.amzn0-1",
+        "libibverbs": "59.amzn0-1",
+        "libfabric-aws": "2.6.0amzn1.0-1",
+        "libnccl-ofi": "1.19.2-1",
+    }
     host.commands["rpm", "-qa", "--qf", "%{NAME}\t%{VERSION}-%{RELEASE}\n"] = (rpm(packages), "", 0)
     host.absent("dpkg-query -W")
     return host
@@ -233,8 +253,11 @@ def add_gpus(host: Fixture, addresses: list[str], nearest: str) -> None:
     for number, address in enumerate(addresses):
         add_pci(host, address, "10de", "2335", "0302", "nvidia", int(number >= len(addresses) / 2))
     host.listing("/proc/driver/nvidia/gpus", *addresses)
-    host.file("/proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  "
-              "Release Build  (dvs-builder)\nGCC version:  gcc version 11.4.1\n")
+    host.file(
+        "/proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  "
+        "Release Build  (dvs-builder)\nGCC version:  gcc version 11.4.1\n",
+    )
     host.listings["/sys/module"] += ["nvidia", "efa_nv_peermem", "gdrdrv"]
     host.listings["/dev"] += ["gdrdrv", *(f"nvidia{number}" for number in range(len(addresses)))]
     host.file("/sys/module/efa_nv_peermem/version", "1.2.2\n").file("/sys/module/gdrdrv/version", "2.5\n")
@@ -244,12 +267,17 @@ def add_gpus(host: Fixture, addresses: list[str], nearest: str) -> None:
         f"{gpu}\t" + "\t".join(" X " if gpu == other else "NV18" for other in gpus) + f"\t{nearest}\t0-95\t0\tN/A\n"
         for gpu in gpus
     )
-    host.command("nvidia-smi topo -m", "\x1b[4m\t" + "\t".join(gpus) + "\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA "
-                 f"ID\x1b[0m\n{rows}\nLegend:\n\n  X    = Self\n\nNIC Legend:\n\n  NIC0: rdmap85s0\n")
+    host.command(
+        "nvidia-smi topo -m",
+        "\x1b[4m\t" + "\t".join(gpus) + "\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA "
+        f"ID\x1b[0m\n{rows}\nLegend:\n\n  X    = Self\n\nNIC Legend:\n\n  NIC0: rdmap85s0\n",
+    )
     host.replace("dmesg", "v3.0.0g\n", "v3.0.0g\n[   12.0] efa: Acquired peer memory using P2P\n")
 
 
-def add_engine(host: Fixture, config: dict[str, object] | None = None, accelerator: str = "CUDA for 8 NVIDIA GPU(s)") -> None:
+def add_engine(
+    host: Fixture, config: dict[str, object] | None = None, accelerator: str = "CUDA for 8 NVIDIA GPU(s)"
+) -> None:
     """One vLLM engine that uses NIXL over LIBFABRIC, its log and its packages."""
     kv = {
         "kv_connector": "NixlConnector",
@@ -257,8 +285,18 @@ def add_engine(host: Fixture, config: dict[str, object] | None = None, accelerat
         "kv_buffer_device": "cuda",
         "kv_connector_extra_config": {"backends": ["LIBFABRIC"]},
     } | (config or {})
-    argv = ("/opt/venv/bin/python", "/opt/venv/bin/vllm", "serve", "Qwen/Qwen3-32B", "--port", "8100",
-            "--tensor-parallel-size", "8", "--kv-transfer-config", json.dumps(kv))
+    argv = (
+        "/opt/venv/bin/python",
+        "/opt/venv/bin/vllm",
+        "serve",
+        "Qwen/Qwen3-32B",
+        "--port",
+        "8100",
+        "--tensor-parallel-size",
+        "8",
+        "--kv-transfer-config",
+        json.dumps(kv),
+    )
     host.listings["/proc"] += [str(SERVER_PID), str(WORKER_PID)]
     host.file(f"/proc/{SERVER_PID}/cmdline", "\0".join(argv) + "\0")
     host.file(f"/proc/{SERVER_PID}/environ", "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.1.17\0VLLM_NIXL_SIDE_CHANNEL_PORT=5600")
@@ -266,15 +304,28 @@ def add_engine(host: Fixture, config: dict[str, object] | None = None, accelerat
     host.file(f"/proc/{WORKER_PID}/cmdline", "VLLM::EngineCore\0")
     plugin = f"{SITE}/.nixl_cu12.mesonpy.libs/plugins/libplugin_LIBFABRIC.so"
     host.file(f"/proc/{SERVER_PID}/maps", f"7f0000-7f0001 r-xp 00000000 103:01 11 {SITE}/torch/lib/libtorch.so\n")
-    host.file(f"/proc/{WORKER_PID}/maps", f"7f0000-7f0001 r-xp 00000000 103:01 12 {plugin}\n"
-              "7f0002-7f0003 r-xp 00000000 103:01 13 /opt/amazon/efa/lib64/libfabric.so.1.30.0\n")
+    host.file(
+        f"/proc/{WORKER_PID}/maps",
+        f"7f0000-7f0001 r-xp 00000000 103:01 12 {plugin}\n"
+        "7f0002-7f0003 r-xp 00000000 103:01 13 /opt/amazon/efa/lib64/libfabric.so.1.30.0\n",
+    )
     host.link(f"/proc/{SERVER_PID}/fd/1", LOG).link(f"/proc/{SERVER_PID}/fd/2", LOG)
-    host.listing(SITE, "vllm-0.32.0.dist-info", "nixl-1.5.1.dist-info", "nixl_cu12-1.5.1.dist-info",
-                 "torch-2.9.0+cu128.dist-info", ".nixl_cu12.mesonpy.libs", "nixl_cu12.libs")
+    host.listing(
+        SITE,
+        "vllm-0.32.0.dist-info",
+        "nixl-1.5.1.dist-info",
+        "nixl_cu12-1.5.1.dist-info",
+        "torch-2.9.0+cu128.dist-info",
+        ".nixl_cu12.mesonpy.libs",
+        "nixl_cu12.libs",
+    )
     host.listing(f"{SITE}/.nixl_cu12.mesonpy.libs/plugins", "libplugin_LIBFABRIC.so", "libplugin_UCX.so")
     host.listing(f"{SITE}/nixl_cu12.libs/ucx", "libuct_ib.so.0.0.0", "libuct_ib_efa.so.0.0.0")
-    host.command(f"ldd {plugin}", "\tlibfabric.so.1 => /opt/amazon/efa/lib64/libfabric.so.1 (0x00007f)\n"
-                 "\tlibhwloc.so.15 => /lib64/libhwloc.so.15 (0x00007f)\n")
+    host.command(
+        f"ldd {plugin}",
+        "\tlibfabric.so.1 => /opt/amazon/efa/lib64/libfabric.so.1 (0x00007f)\n"
+        "\tlibhwloc.so.15 => /lib64/libhwloc.so.15 (0x00007f)\n",
+    )
     efas = len([name for name in host.listings["/sys/class/infiniband"] if name.startswith("rdmap")])
     host.log(
         f"I1101 10:00:00 libfabric_common.cpp:88] Discovered {efas} EFA devices\n"
@@ -283,10 +334,15 @@ def add_engine(host: Fixture, config: dict[str, object] | None = None, accelerat
         f"I1101 10:00:01 libfabric_rail_manager.cpp:44] Created {efas} rails using provider=efa\n"
         f"I1101 10:00:01 nixl_agent.cpp:200] Backend LIBFABRIC was instantiated\n"
     )
-    host.command("curl -sS --max-time 3 http://127.0.0.1:8100/metrics", 'vllm:request_success_total{engine="0"} 12.0\n'
-                 'vllm:nixl_xfer_time_seconds_count{engine="0"} 12.0\nvllm:nixl_num_failed_transfers_total 0.0\n')
-    host.command("nc -z -w 2 10.0.1.17 5600").command("df -Pk /dev/shm", "Filesystem 1024-blocks Used Available "
-                 "Capacity Mounted on\ntmpfs 1048576000 0 1048576000 0% /dev/shm\n")
+    host.command(
+        "curl -sS --max-time 3 http://127.0.0.1:8100/metrics",
+        'vllm:request_success_total{engine="0"} 12.0\n'
+        'vllm:nixl_xfer_time_seconds_count{engine="0"} 12.0\nvllm:nixl_num_failed_transfers_total 0.0\n',
+    )
+    host.command("nc -z -w 2 10.0.1.17 5600").command(
+        "df -Pk /dev/shm",
+        "Filesystem 1024-blocks Used Available Capacity Mounted on\ntmpfs 1048576000 0 1048576000 0% /dev/shm\n",
+    )
 
 
 def add_cloud(host: Fixture, instance_type: str, efas: int) -> None:
@@ -294,21 +350,35 @@ def add_cloud(host: Fixture, instance_type: str, efas: int) -> None:
     group = "sg-0a1b2c3d4e5f60718"
     own_traffic = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group, "UserId": "111122223333"}]}]
     interfaces = [
-        {"InterfaceType": "efa" if card == 0 else "efa-only", "Groups": [{"GroupId": group}],
-         "Attachment": {"NetworkCardIndex": card, "DeviceIndex": int(card > 0)}}
+        {
+            "InterfaceType": "efa" if card == 0 else "efa-only",
+            "Groups": [{"GroupId": group}],
+            "Attachment": {"NetworkCardIndex": card, "DeviceIndex": int(card > 0)},
+        }
         for card in range(efas)
     ]
-    instance = {"InstanceId": "i-0123456789abcdef0", "InstanceType": instance_type, "SubnetId": "subnet-0aa11bb22",
-                "Placement": {"AvailabilityZone": "us-east-2b", "GroupName": "pd-cluster"}}
+    instance = {
+        "InstanceId": "i-0123456789abcdef0",
+        "InstanceType": instance_type,
+        "SubnetId": "subnet-0aa11bb22",
+        "Placement": {"AvailabilityZone": "us-east-2b", "GroupName": "pd-cluster"},
+    }
     answers = {
         "ec2 describe-instances": {"Reservations": [{"Instances": [instance]}]},
-        "ec2 describe-security-groups": {"SecurityGroups": [
-            {"GroupId": group, "IpPermissions": own_traffic, "IpPermissionsEgress": own_traffic}]},
+        "ec2 describe-security-groups": {
+            "SecurityGroups": [{"GroupId": group, "IpPermissions": own_traffic, "IpPermissionsEgress": own_traffic}]
+        },
         "ec2 describe-network-interfaces": {"NetworkInterfaces": interfaces},
-        "ec2 describe-instance-types": {"InstanceTypes": [
-            {"NetworkInfo": {"EfaInfo": {"MaximumEfaInterfaces": efas}}}]},
-        "logs filter-log-events": {"events": [
-            {"message": "2 - eni-1 0e:49:61:0f:7d:11 0e:92:af:43:7d:22 - - - 9001 5689 1521232534 1524512343 ACCEPT OK"}]},
+        "ec2 describe-instance-types": {
+            "InstanceTypes": [{"NetworkInfo": {"EfaInfo": {"MaximumEfaInterfaces": efas}}}]
+        },
+        "logs filter-log-events": {
+            "events": [
+                {
+                    "message": "2 - eni-1 0e:49:61:0f:7d:11 0e:92:af:43:7d:22 - - - 9001 5689 1521232534 1524512343 ACCEPT OK"
+                }
+            ]
+        },
     }
     for words, answer in answers.items():
         host.command(f"aws {words} --output json", json.dumps(answer))
@@ -372,15 +442,28 @@ def add_neurons(host: Fixture, addresses: list[str], device: str, core_size: int
         host.file(stats + "/mem_ecc_uncorrected", "0\n").file(stats + "/sram_ecc_uncorrected", "0\n")
         host.file(stats + "/health_status/unhealthy_components", "\n")
         near = [(number + step) % len(addresses) for step in (1, -1, 4, -4)]
-        entries.append({"neuron_device": number, "bdf": address[5:], "nc_count": 8 // core_size, "memory_size":
-                        103_079_215_104, "connected_to": near, "logical_neuroncore_config": core_size,
-                        "neuron_processes": [{"pid": WORKER_PID, "command": "VLLM::EngineCore"}]})
+        entries.append(
+            {
+                "neuron_device": number,
+                "bdf": address[5:],
+                "nc_count": 8 // core_size,
+                "memory_size": 103_079_215_104,
+                "connected_to": near,
+                "logical_neuroncore_config": core_size,
+                "neuron_processes": [{"pid": WORKER_PID, "command": "VLLM::EngineCore"}],
+            }
+        )
     host.listings["/sys/module"].append("neuron")
     host.listings["/dev"] += [f"neuron{number}" for number in range(len(addresses))]
     host.file("/sys/module/neuron/version", "2.30.2.0\n").command("modinfo neuron", "version:        2.30.2.0\n")
     host.command("neuron-ls -j", json.dumps(entries))
-    packages = {"rdma-core": "59.amzn0-1", "libfabric-aws": "2.6.0amzn1.0-1", "aws-neuronx-dkms": "2.30.2.0-1",
-                "aws-neuronx-runtime-lib": "2.31.24.0-1", "aws-neuronx-collectives": "2.31.24.0-1"}
+    packages = {
+        "rdma-core": "59.amzn0-1",
+        "libfabric-aws": "2.6.0amzn1.0-1",
+        "aws-neuronx-dkms": "2.30.2.0-1",
+        "aws-neuronx-runtime-lib": "2.31.24.0-1",
+        "aws-neuronx-collectives": "2.31.24.0-1",
+    }
     host.commands["rpm", "-qa", "--qf", "%{NAME}\t%{VERSION}-%{RELEASE}\n"] = (rpm(packages), "", 0)
     host.replace("ldconfig -p", "\tlibefa", "\tlibnrt.so.1 (libc6,x86-64) => /opt/aws/neuron/lib/libnrt.so.1\n\tlibefa")
 

@@ -382,10 +382,13 @@ class Facts:
 
     @cached_property
     def processes(self) -> dict[int, tuple[str, ...]]:
-        """Return the command lines of the processes that can be seen."""
+        """Return the command lines of the processes; those that end while we look are left out."""
         pids = [int(name) for name in self.names("/proc") if name.isdecimal() and len(name) < 10]
-        found = ((pid, self.host.read(f"/proc/{pid}/cmdline")) for pid in pids[:MAX_PROCESSES])
-        return {pid: proc.parse_cmdline(text) for pid, text in found if isinstance(text, str)}
+        found = {pid: self.host.read(f"/proc/{pid}/cmdline") for pid in pids[:MAX_PROCESSES]}
+        for answer in found.values():
+            if isinstance(answer, Gap) and answer.why is Why.NOT_CAPTURED:
+                raise UnavailableError(str(answer))
+        return {pid: proc.parse_cmdline(text) for pid, text in found.items() if isinstance(text, str)}
 
     @cached_property
     def running_engines(self) -> list[Engine]:

@@ -246,9 +246,11 @@ def plugin_dmabuf(facts: Facts) -> Finding:
 
 def _plugin_version(facts: Facts) -> Version:
     for name, number in facts.os_packages.items():
-        if "ofi-nccl" in name:
+        if "ofi-nccl" in name or "nccl-ofi" in name:
             return version(number)
-    bundle = re.search(r"ofi-nccl[-_ ]v?(\d+(?:\.\d+)+)", facts.optional("/opt/amazon/efa_installed_packages") or "")
+    bundle = re.search(
+        r"(?:ofi-nccl|nccl-ofi)[-_ ]v?(\d+(?:\.\d+)+)", facts.optional("/opt/amazon/efa_installed_packages") or ""
+    )
     return version(bundle[1]) if bundle else ()
 
 
