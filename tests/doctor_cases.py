@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from doctor_hosts import SERVER_PID, SITE, Fixture, p5, p5en, trn2
+
 from kvops.doctor.check import Finding, State
 from kvops.doctor.checks import CHECKS
 from kvops.doctor.facts import Facts

@@ -57,8 +57,8 @@ class Fixture:
         self.links[path] = target
         return self
 
-    def command(self, argv: str, stdout: str = "", stderr: str = "", exit: int = 0) -> Fixture:
-        self.commands[tuple(argv.split())] = (stdout, stderr, exit)
+    def command(self, argv: str, stdout: str = "", stderr: str = "", status: int = 0) -> Fixture:
+        self.commands[tuple(argv.split())] = (stdout, stderr, status)
         return self
 
     def absent(self, *paths: str) -> Fixture:

@@ -42,7 +42,7 @@ _ENGINE_LOG = re.compile(
     r"|libnccom|ofi plugin|runtime|using network|plugin"
 )
 _PROMPT = re.compile(r"(?i)prompt|received request|messages|completion")
-_LIBRARIES = re.compile(r"fabric|efa|ibverbs|nccl|nrt|cudart|libuc[pstm]|rdma|hwloc|plugin_")
+_LIBRARIES = re.compile(r"libs found|fabric|efa|ibverbs|nccl|nrt|cudart|libuc[pstm]|rdma|hwloc|plugin_")
 _PACKAGES = re.compile(r"fabric|efa|ibverbs|rdma|nccl|neuron|nvidia|cuda|ucx|gdrcopy", re.IGNORECASE)
 _DISTRIBUTIONS = re.compile(r"^\.?(?:vllm|nixl|torch|nvidia|libneuron|neuron|ucx|cuda)", re.IGNORECASE)
 _KERNEL_OPTIONS = re.compile(r"PCI_P2PDMA|INFINIBAND|DMABUF|DMA_SHARED")

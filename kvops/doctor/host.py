@@ -126,7 +126,7 @@ class Host(ABC):
 
     @abstractmethod
     def captured_commands(self) -> tuple[Argv, ...]:
-        """Return the commands that a snapshot holds beyond those that the doctor knows; none on a live machine."""
+        """Return the commands whose argv depends on the machine: all of a snapshot, those of AWS on a live one."""
 
 
 class LiveHost(Host):
@@ -190,8 +190,8 @@ class LiveHost(Host):
         return tuple(path for path in sys.path if PurePosixPath(path).name in {"site-packages", "dist-packages"})
 
     def captured_commands(self) -> tuple[Argv, ...]:
-        """Return nothing: a live machine holds no recorded commands."""
-        return ()
+        """Return the calls to AWS that were made."""
+        return tuple(argv for argv in self._outputs if argv[0] == "aws")
 
 
 def _open_regular(path: str) -> BinaryIO:

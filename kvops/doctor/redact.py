@@ -37,10 +37,10 @@ HIDDEN = "<redacted>"
 DROPPED_JSON_KEYS = {"Tags", "KeyName", "IamInstanceProfile", "managedFields", "annotations", "OwnerId", "RequesterId"}
 
 _SECRETS = (
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{4,}"), rf"\1 {HIDDEN}"),
     (re.compile(rf"(?i)(--[\w-]*{SECRET_WORD}[\w-]*)([ =\0]+)(?!-)\S[^\s\0]*"), rf"\1\2{HIDDEN}"),
     (re.compile(rf"(?i)(\"[\w.-]*{SECRET_WORD}[\w.-]*\"\s*:\s*)\"(?:[^\"\\]|\\.)*\""), rf'\1"{HIDDEN}"'),
     (re.compile(rf"(?i)\b([\w.-]*{SECRET_WORD}[\w.-]*)(\s*[=:]\s*)(?!//)[^\s\0,;\"']+"), rf"\1\2{HIDDEN}"),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{4,}"), rf"\1 {HIDDEN}"),
     (re.compile(r"\b(?:sk|hf|ghp|gho|github_pat|xox[abp]|glpat|nvapi)[-_][\w-]{8,}"), HIDDEN),
     (re.compile(r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}\b"), HIDDEN),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"), HIDDEN),

@@ -12,6 +12,7 @@ from kvops.doctor.checks import CHECKS
 from kvops.doctor.facts import Facts, UnavailableError
 from kvops.doctor.host import LiveHost
 from kvops.doctor.manifest import COMMANDS
+from kvops.doctor.parsers import ParseError
 from kvops.errors import KvopsError
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def evaluate(check: Check, facts: Facts) -> Finding:
         return check.find(facts)
     except UnavailableError as gap:
         return unknown(str(gap))
+    except ParseError as error:
+        return unknown(f"cannot read the evidence: {error}")
     except Exception as error:
         return unknown(f"{check.id} has a defect: {type(error).__name__}: {error}", "please report it")
 
@@ -104,10 +107,7 @@ def run(facts: Facts, checks: Sequence[Check] = CHECKS) -> Report:
 
 
 def explain(results: Sequence[Result]) -> None:
-    """Hang each consequence under the check that is its root cause.
-
-    A failure explains everything that depends on it, a warning only other warnings and what could not be looked at.
-    """
+    """Hang each failure and warning under the one that is its root cause; a warning explains no failure."""
     by_id = {result.check.id: result for result in results}
     for result in results:
         cause = _root_cause(result, by_id)
@@ -119,7 +119,7 @@ def explain(results: Sequence[Result]) -> None:
 def _root_cause(result: Result, by_id: dict[str, Result]) -> Result | None:
     cause, seen = None, {result.check.id}
     current = result
-    while current.state not in {State.PASS, State.SKIP}:
+    while current.state in TROUBLE:
         direct = next(
             (
                 by_id[name]
@@ -136,9 +136,7 @@ def _root_cause(result: Result, by_id: dict[str, Result]) -> Result | None:
 
 
 def _can_explain(cause: Result, consequence: Result) -> bool:
-    if cause.state is State.FAIL:
-        return True
-    return cause.state is State.WARN and consequence.state is not State.FAIL
+    return cause.state is State.FAIL or (cause.state is State.WARN and consequence.state is State.WARN)
 
 
 def changes(before: Report, after: Report) -> list[tuple[Result, State]]:
@@ -159,7 +157,7 @@ def select(only: Iterable[str] = (), skip: Iterable[str] = (), among: Sequence[C
     known = {check.id.lower() for check in CHECKS} | {check.group for check in CHECKS}
     for word in (*only, *skip):
         if word not in known:
-            near = difflib.get_close_matches(word, known, n=1)
+            near = difflib.get_close_matches(word, sorted(known), n=1)
             raise KvopsError(
                 f"no check or group is called {word!r}",
                 f"did you mean {near[0]!r}?" if near else "kvops doctor --list shows them",

@@ -135,18 +135,21 @@ class SnapshotHost(Host):
             if not _is_argv(words):
                 self.problems.append(f"commands/index.json: entry {str(entry)[:60]!r} has no argv")
                 continue
-            argv = (posixpath.basename(words[0]), *words[1:])
+            stdout, stderr = (self._stream(entry.get(name)) for name in ("stdout", "stderr"))
+            if stdout is None or stderr is None:
+                self.problems.append(f"commands/index.json: the output of {' '.join(words)[:60]!r} is missing")
+                continue
             status = entry.get("exit", 0)
-            outputs[argv] = Output(
-                status if isinstance(status, int) else 1,
-                self._stream(entry.get("stdout")),
-                self._stream(entry.get("stderr")),
-            )
+            argv = (posixpath.basename(words[0]), *words[1:])
+            outputs[argv] = Output(status if isinstance(status, int) else 1, stdout, stderr)
         return outputs
 
-    def _stream(self, name: object) -> str:
-        data = self._members.get(f"commands/{name}") if isinstance(name, str) else None
-        return "" if data is None else data.decode("utf-8", "replace")
+    def _stream(self, name: object) -> str | None:
+        """Return a stream's text: empty where the index names none, None where it names one that is missing."""
+        if name is None:
+            return ""
+        data = self._members.get(f"commands/{name}")
+        return None if data is None else data.decode("utf-8", "replace")
 
 
 def _is_argv(value: object) -> bool:

@@ -118,7 +118,7 @@ CASES = (
         "GDR-15",
         FAIL,
         "failed",
-        lambda s: s.host.command("systemctl is-active nvidia-fabricmanager", "failed\n", exit=3),
+        lambda s: s.host.command("systemctl is-active nvidia-fabricmanager", "failed\n", status=3),
     ),
     Case("GDR-16", PASS, "note", break_dmabuf_and_peer_memory),
 )

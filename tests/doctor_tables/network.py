@@ -37,7 +37,7 @@ CASES = (
     Case("NW-04", FAIL, "carries no IP", edit(INTERFACES, '"efa"', '"efa-only"')),
     Case("NW-05", FAIL, "sg-default", give_one_interface_another_group),
     Case("NW-06", WARN, "no placement group", edit("describe-instances", "pd-cluster", "")),
-    Case("NW-07", FAIL, "10.0.1.17 5600", lambda s: s.host.command("nc -z -w 2 10.0.1.17 5600", exit=1)),
+    Case("NW-07", FAIL, "10.0.1.17 5600", lambda s: s.host.command("nc -z -w 2 10.0.1.17 5600", status=1)),
     Case("NW-08", FAIL, "1 of 1", edit("filter-log-events", "ACCEPT", "REJECT")),
     Case(
         "NW-08",

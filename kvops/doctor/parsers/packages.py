@@ -6,6 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING
 
+from kvops.doctor.parsers import ParseError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -43,10 +45,16 @@ def parse_os_packages(text: str) -> dict[str, str]:
 
 
 def parse_loader_cache(text: str) -> dict[str, list[str]]:
-    """Return the paths of each library name in ``ldconfig -p``, first choice first."""
+    """Return the paths of each library name in ``ldconfig -p``, first choice first.
+
+    Raises:
+        ParseError: neither a library nor the heading of the list.
+    """
     paths: dict[str, list[str]] = {}
     for name, path in re.findall(r"^\s+(\S+) \([^)]*\) => (/\S+)$", text, re.MULTILINE):
         paths.setdefault(name, []).append(path)
+    if not paths and "libs found in cache" not in text:
+        raise ParseError(f"no library in {text.strip()[:60]!r}")
     return paths
 
 

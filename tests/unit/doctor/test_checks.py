@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-
 from doctor_cases import BY_ID, PASS, UNKNOWN, Case, scene_of
 from doctor_tables import CASES, GONE
 
