@@ -15,10 +15,10 @@ from kvops.errors import KvopsError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvops.doctor.check import Check
+    from kvops.doctor.check import Check, State
     from kvops.doctor.host import Host
     from kvops.doctor.report import Row
-    from kvops.doctor.run import Report
+    from kvops.doctor.run import Report, Result
 
 WATCH_SECONDS = 5.0
 PATH = click.Path(path_type=Path)
@@ -134,10 +134,19 @@ def _watch(checks: Sequence[Check], options: dict[str, Any]) -> int:
             before, report = report, run(facts, checks)
             facts.previous = None
             for result, old in changes(before, report):
-                line = f"{result.check.id} {old} -> {result.state}: {result.finding.message}"
-                click.echo(f"{time.strftime('%H:%M:%S')} {line}")
+                click.echo(_change(result, old, as_json=options["as_json"]))
     except KeyboardInterrupt:
         return report.exit_status
+
+
+def _change(result: Result, old: State, *, as_json: bool) -> str:
+    """Return one line about a check whose finding changed."""
+    now, message = time.strftime("%Y-%m-%dT%H:%M:%S%z"), result.finding.message
+    if as_json:
+        return json.dumps(
+            {"time": now, "id": result.check.id, "before": old, "after": result.state, "message": message}
+        )
+    return f"{now} {result.check.id} {old} -> {result.state}: {message}"
 
 
 def _capture(path: Path, options: dict[str, Any]) -> None:

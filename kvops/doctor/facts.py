@@ -319,6 +319,8 @@ class Facts:
     @cached_property
     def site_packages(self) -> tuple[str, ...]:
         """Return the site-packages directories of the engines' interpreters, else those of kvops itself."""
+        if self.planned:
+            return self.host.python_paths()
         found = [path for engine in self.running_engines for path in self.mapped_files(engine.pid)]
         folders = [re.match(r".*/(?:site|dist)-packages(?=/)", path) for path in found]
         return tuple(dict.fromkeys(match[0] for match in folders if match)) or self.host.python_paths()
@@ -438,8 +440,10 @@ class Facts:
         """Return what the engines wrote to files, and what ``kubectl logs`` captured.
 
         Raises:
-            UnavailableError: no engine writes to a file that can be read.
+            UnavailableError: no engine writes to a file that can be read, or the engines are not started yet.
         """
+        if self.planned:
+            raise UnavailableError("the engines are not started yet")
         paths = dict.fromkeys(path for engine in self.running_engines for path in self._log_paths(engine.pid))
         texts = [found for found in map(self.host.read, paths) if isinstance(found, str)]
         captured = [argv for argv in self.host.captured_commands() if argv[:2] == ("kubectl", "logs")]

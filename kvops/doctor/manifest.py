@@ -36,6 +36,8 @@ KUBECTL_PODS = ("kubectl", "get", "pods", "-A", "-o", "json")
 KUBECTL_DAEMONSETS = ("kubectl", "get", "daemonsets", "-A", "-o", "json")
 KUBECTL_DEVICE_CLASSES = ("kubectl", "get", "deviceclasses", "-o", "json")
 
+SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES", "VLLM_HOST_IFNAME")
+
 # gdrcopy_sanity allocates GPU memory: it is read from a snapshot that has it, and never run.
 COMMANDS = (
     FI_INFO_VERSION,

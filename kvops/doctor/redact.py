@@ -10,7 +10,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from kvops.doctor.checks.kubernetes import SOCKET_VARIABLES
+from kvops.doctor.manifest import SOCKET_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

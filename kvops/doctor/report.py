@@ -95,7 +95,7 @@ def _overall(report: Report) -> State:
 def _verdict(report: Report) -> str:
     counts = ", ".join(f"{report.count(state)} {WORDS[state]}" for state in ORDER if report.count(state))
     sentence = {0: "nothing failed", 1: "KV will not move as it should", 2: "there is no evidence to judge by"}
-    return f"{sentence[report.exit_status]}: {counts}"
+    return f"{sentence[report.exit_status]}: {counts} (-v shows each check)"
 
 
 def write_text(lines: Iterable[Row], *, terminal: bool) -> None:

@@ -198,14 +198,11 @@ def dmabuf_chain(facts: Facts) -> Finding:
 
 def _chain(facts: Facts) -> dict[str, bool | None]:
     """Return the links of dmabuf: True where good, False where missing, None where it cannot be seen."""
-    switched_on = any(env.get("FI_HMEM_CUDA_USE_DMABUF") == "1" for env in facts.environments.values())
     links: dict[str, Callable[[], bool]] = {
         "kernel 5.12": lambda: at_least(facts.kernel, (5, 12)),
         "the open NVIDIA driver 515": lambda: _is_open_since_515(facts),
         "rdma-core 34": lambda: at_least(facts.rdma_core, (34,)),
-        "libfabric 2.4 (or FI_HMEM_CUDA_USE_DMABUF=1)": lambda: (
-            switched_on or at_least(facts.libfabric_version, (2, 4))
-        ),
+        "libfabric 2.4 (or FI_HMEM_CUDA_USE_DMABUF=1)": lambda: _libfabric_uses_dmabuf(facts),
         "CONFIG_PCI_P2PDMA": lambda: facts.kernel_options.get("CONFIG_PCI_P2PDMA", "n") != "n",
     }
     return {text: _seen(link) for text, link in links.items()}
@@ -216,6 +213,12 @@ def _seen(link: Callable[[], bool]) -> bool | None:
         return link()
     except UnavailableError:
         return None
+
+
+def _libfabric_uses_dmabuf(facts: Facts) -> bool:
+    if at_least(facts.libfabric_version, (2, 4)):
+        return True
+    return any(env.get("FI_HMEM_CUDA_USE_DMABUF") == "1" for env in facts.environments.values())
 
 
 def _is_open_since_515(facts: Facts) -> bool:

@@ -25,7 +25,6 @@ EFA_RESOURCE = "vpc.amazonaws.com/efa"
 NEURON_RESOURCE = "aws.amazon.com/neuron"
 GPU_RESOURCE = "nvidia.com/gpu"
 HUGE_PAGES = "hugepages-2Mi"
-SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES", "VLLM_HOST_IFNAME")
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "k": 1000, "M": 10**6, "G": 10**9}
 
 
@@ -331,7 +330,7 @@ def user_space(facts: Facts) -> Finding:
 def not_a_netdev(facts: Facts) -> Finding:
     """EFA is a verbs device; there is no /sys/class/net/efa0."""
     for owner, env in facts.environments.items():
-        for name in SOCKET_VARIABLES:
+        for name in manifest.SOCKET_VARIABLES:
             if re.match(r"=?efa\d", env.get(name, "")):
                 return warned(f"{owner} takes EFA for a network device", f"{name}={env[name]}")
     return passed("EFA is looked for among verbs devices")

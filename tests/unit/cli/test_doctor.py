@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner, Result
 from doctor_cases import Scene, pair
-from doctor_hosts import p5en
+from doctor_hosts import Fixture, p5en
 from doctor_tables.efa import use_mixed_verbs
 
 from kvops.cli import doctor
 from kvops.doctor.capture import write
+from kvops.doctor.check import State
+from kvops.doctor.facts import Facts
+from kvops.doctor.run import Result as RunResult
+from kvops.doctor.run import run, select
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def evaluated(check_id: str, host: Fixture) -> RunResult:
+    return run(Facts(host.host()), select([check_id])).results[0]
 
 
 def call(*words: object) -> Result:
@@ -195,6 +203,12 @@ def test_watch_prints_what_changes_and_ends_on_interrupt(monkeypatch: pytest.Mon
     changed = [line for line in result.output.splitlines() if "->" in line]
     assert len(changed) == 1
     assert "EFA-05 pass -> fail" in changed[0]
+
+
+def test_a_change_is_a_json_line_on_request() -> None:
+    result = evaluated("EFA-01", p5en())
+    line = json.loads(doctor._change(result, State.UNKNOWN, as_json=True))
+    assert (line["id"], line["before"], line["after"]) == ("EFA-01", "unknown", "pass")
 
 
 def test_aws_away_from_ec2_is_one_sentence() -> None:
