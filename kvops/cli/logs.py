@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -14,6 +15,9 @@ from kvops.errors import KvopsError
 from kvops.launch.rundir import ProcessState, RunDir
 from kvops.launch.supervisor import last_lines
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 @click.command()
 @click.argument("process", required=False)
@@ -21,7 +25,7 @@ from kvops.launch.supervisor import last_lines
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is written until the fleet ends.")
 @click.option("-n", "--lines", default=20, show_default=True, type=click.IntRange(0), help="Last lines of each.")
 def command(*, process: str | None, name: str, follow: bool, lines: int) -> None:
-    r"""Show the last lines that the processes of a fleet wrote, of one PROCESS or of all.
+    """Show the last lines that the processes of a fleet wrote, of one PROCESS or of all.
 
     \b
     Example:
@@ -36,26 +40,26 @@ def command(*, process: str | None, name: str, follow: bool, lines: int) -> None
     if not chosen:
         known = ", ".join(each.name for each in state.processes)
         raise KvopsError(f"the fleet {name} has no process {process}", f"choose one of {known}")
-    for each in chosen:
-        for line in last_lines(each.log_file, lines) if lines else ():
-            _print(each, line, alone=len(chosen) == 1)
-    if follow:
-        _follow(run_dir, chosen)
-
-
-def _follow(run_dir: RunDir, processes: list[ProcessState]) -> None:
     with contextlib.ExitStack() as stack:
-        files = [(each, stack.enter_context(Path(each.log_file).open(errors="replace"))) for each in processes]
-        for _, file in files:
+        # Opened at their ends before the last lines are shown, so that no line falls between the two.
+        files = [(each, stack.enter_context(Path(each.log_file).open(errors="replace"))) for each in chosen]
+        for each, file in files:
             file.seek(0, os.SEEK_END)
-        while True:
-            running = run_dir.is_running()
-            written = [(process, line) for process, file in files for line in file.readlines()]
-            for process, line in written:
-                _print(process, line.rstrip("\n"), alone=len(processes) == 1)
-            if not running and not written:
-                return
-            time.sleep(0.2)
+            for line in last_lines(each.log_file, lines) if lines else ():
+                _print(each, line, alone=len(chosen) == 1)
+        if follow:
+            _follow(run_dir, files)
+
+
+def _follow(run_dir: RunDir, files: Sequence[tuple[ProcessState, TextIO]]) -> None:
+    while True:
+        running = run_dir.is_running()
+        written = [(process, line) for process, file in files for line in file.readlines()]
+        for process, line in written:
+            _print(process, line.rstrip("\n"), alone=len(files) == 1)
+        if not running and not written:
+            return
+        time.sleep(0.2)
 
 
 def _print(process: ProcessState, line: str, *, alone: bool) -> None:
