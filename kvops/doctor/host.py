@@ -13,13 +13,14 @@ import os
 import shutil
 import stat
 import subprocess
+import tempfile
 import zlib
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 Argv = tuple[str, ...]
 
 MAX_FILE_BYTES = 8 << 20
-COMMAND_TIMEOUT_SECONDS = 5.0
+COMMAND_TIMEOUT_SECONDS = 10.0
 TOOL_FOLDERS = ("/opt/amazon/efa/bin", "/opt/aws/neuron/bin", "/usr/sbin", "/sbin")
 
 
@@ -67,6 +68,7 @@ class Host(ABC):
     name: str
 
     def __init__(self) -> None:
+        self.problems: list[str] = []
         self._texts: dict[str, str | Gap] = {}
         self._listings: dict[str, tuple[str, ...] | Gap] = {}
         self._links: dict[str, str | Gap] = {}
@@ -165,23 +167,26 @@ class LiveHost(Host):
         if program is None:
             return Gap(" ".join(argv), Why.ABSENT)
         env = {**os.environ, "LC_ALL": "C", "PATH": self._search_path}
-        try:
-            done = subprocess.run(
-                [program, *argv[1:]],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=COMMAND_TIMEOUT_SECONDS,
-                env=env,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Gap(" ".join(argv), Why.TIMED_OUT)
-        except OSError as error:
-            return Gap(" ".join(argv), _why(error))
-        stdout, stderr = (stream[:MAX_FILE_BYTES].decode("utf-8", "replace") for stream in (done.stdout, done.stderr))
-        if done.returncode and "permitted" in stderr and not stdout:
+        # Files and not pipes: memory stays bounded whatever a tool prints, and nothing waits for its children.
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            try:
+                status = subprocess.run(
+                    [program, *argv[1:]],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    timeout=COMMAND_TIMEOUT_SECONDS,
+                    env=env,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return Gap(" ".join(argv), Why.TIMED_OUT)
+            except OSError as error:
+                return Gap(" ".join(argv), _why(error))
+            stdout, stderr = _head(out), _head(err)
+        if status and "permitted" in stderr and not stdout:
             return Gap(" ".join(argv), Why.DENIED)
-        return Output(done.returncode, stdout, stderr)
+        return Output(status, stdout, stderr)
 
     def python_paths(self) -> tuple[str, ...]:
         """Return the site-packages directories of the interpreter that runs kvops."""
@@ -201,6 +206,11 @@ def _open_regular(path: str) -> BinaryIO:
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", path)
     return file
+
+
+def _head(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MAX_FILE_BYTES).decode("utf-8", "replace")
 
 
 def _gunzip(data: bytes) -> bytes:

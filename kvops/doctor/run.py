@@ -103,7 +103,9 @@ def run(facts: Facts, checks: Sequence[Check] = CHECKS) -> Report:
         instance_type = facts.instance_type
     except UnavailableError:
         instance_type = ""
-    return Report(facts.host.name, instance_type, results, list(getattr(facts.host, "problems", ())))
+    hosts = [side.host for side in (facts, facts.peer) if side is not None]
+    problems = [f"{host.name}: {problem}" for host in hosts for problem in host.problems]
+    return Report(" and ".join(host.name for host in hosts), instance_type, results, problems)
 
 
 def explain(results: Sequence[Result]) -> None:

@@ -53,7 +53,6 @@ class SnapshotHost(Host):
         super().__init__()
         self.name = name
         self._members = members
-        self.problems: list[str] = []
         self.meta = self._load_meta()
         self._gaps = self._load_gaps()
         self._recorded = self._load_commands()

@@ -36,7 +36,8 @@ def in_pod(facts: Facts) -> str:
 
 def _nodes(facts: Facts) -> list[tuple[Object, Instance]]:
     """Return the nodes whose instance type is known, with what to expect of it."""
-    found = [(node, dig(node, "metadata", "labels", "node.kubernetes.io/instance-type")) for node in _all_nodes(facts)]
+    label = ("metadata", "labels", "node.kubernetes.io/instance-type")
+    found = [(node, str(dig(node, *label))) for node in _all_nodes(facts)]
     return [(node, instances()[kind]) for node, kind in found if kind in instances()]
 
 
@@ -65,9 +66,8 @@ def _containers(pod: Object) -> list[Object]:
 
 
 def _runs_vllm(container: Object) -> bool:
-    words = [*(container.get("command") or []), *(container.get("args") or [])]
-    text = " ".join(map(str, words))
-    return "vllm" in text or "--kv-transfer-config" in text or "vllm" in str(container.get("image", ""))
+    text = " ".join(str(container.get(part, "")) for part in ("image", "command", "args"))
+    return "vllm" in text or "--kv-transfer-config" in text
 
 
 def _limit(pod: Object, resource: str) -> int:
@@ -254,7 +254,7 @@ def memlock(facts: Facts) -> Finding:
 def shared_memory(facts: Facts) -> Finding:
     """A container has 64 MiB by default, too little for ranks that talk through it."""
     for pod in _engine_pods(facts):
-        in_memory = {v.get("name") for v in rows(pod, "spec", "volumes") if dig(v, "emptyDir", "medium") == "Memory"}
+        in_memory = [v.get("name") for v in rows(pod, "spec", "volumes") if dig(v, "emptyDir", "medium") == "Memory"]
         mounts = [mount for container in _containers(pod) for mount in rows(container, "volumeMounts")]
         if not any(m.get("name") in in_memory and m.get("mountPath") == manifest.SHARED_MEMORY for m in mounts):
             return warned(f"pod {_name(pod)} has the default shared memory", "no emptyDir with medium Memory there")
@@ -293,7 +293,7 @@ def pod_address(facts: Facts) -> Finding:
     for pod in _engine_pods(facts):
         variables = [v for container in _containers(pod) for v in rows(container, "env")]
         own = [v for v in variables if v.get("name") == "VLLM_NIXL_SIDE_CHANNEL_HOST"]
-        if not any(dig(v, "valueFrom", "fieldRef", "fieldPath") in {"status.podIP", "status.hostIP"} for v in own):
+        if not any(dig(v, "valueFrom", "fieldRef", "fieldPath") in ("status.podIP", "status.hostIP") for v in own):
             shown = "a fixed value" if own else "not set"
             return failed(f"pod {_name(pod)} does not tell its own address", f"VLLM_NIXL_SIDE_CHANNEL_HOST: {shown}")
     return passed("engine pods tell their own address")

@@ -142,7 +142,7 @@ def interface_types(facts: Facts) -> Finding:
 
 def _is_primary(interface: dict[str, Any]) -> bool:
     attachment = interface.get("Attachment")
-    return dig(attachment, "DeviceIndex") == 0 and dig(attachment, "NetworkCardIndex") in {0, None}
+    return dig(attachment, "DeviceIndex") == 0 and dig(attachment, "NetworkCardIndex") in (0, None)
 
 
 @check(

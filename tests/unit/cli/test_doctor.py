@@ -134,6 +134,7 @@ def test_a_pair_that_fits_exits_0(tmp_path: Path) -> None:
         write(side.members(), tmp_path / f"{name}.tar.gz")
     result = call("--pair", tmp_path / "p.tar.gz", tmp_path / "d.tar.gz")
     assert result.exit_code == 0, result.output
+    assert "p.tar.gz and d.tar.gz" in result.output
 
 
 def test_a_pair_that_does_not_fit_exits_1(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from doctor_cases import cluster, colocated, neuron_cluster, set_config
 from doctor_hosts import p5en, trn2
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,4 +138,49 @@ def test_any_json_of_aws_is_never_a_crash(operation: str, answer: object) -> Non
     keys = ("Reservations", "SecurityGroups", "NetworkInterfaces", "InstanceTypes")
     host = p5en().without("aws")
     host.command(f"aws ec2 {operation} --output json", json.dumps(dict.fromkeys(keys, answer)))
+    assert defects(host.members()) == []
+
+
+def nodes(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """Return the path of every node in a JSON value but its root."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [inner for key, child in items for inner in [(*path, key), *nodes(child, (*path, key))]]
+
+
+def with_replaced(value: object, path: tuple[object, ...], new: object) -> object:
+    """Put another value at a path."""
+    holder = value
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = new
+    return value
+
+
+@pytest.mark.parametrize("scene", [cluster, neuron_cluster, colocated], ids=lambda scene: scene.__name__)
+@given(data=st.data())
+def test_json_of_another_shape_is_never_a_crash(scene: Callable, data: st.DataObject) -> None:
+    host = scene().host
+    argvs = [argv for argv, (stdout, _, _) in host.commands.items() if stdout.startswith(('{"', "[{"))]
+    for argv in data.draw(st.lists(st.sampled_from(argvs), min_size=1, max_size=3, unique=True)):
+        value = json.loads(host.commands[argv][0])
+        value = with_replaced(value, data.draw(st.sampled_from(nodes(value))), data.draw(JSON))
+        host.commands[argv] = (json.dumps(value), "", 0)
+    assert defects(host.members()) == []
+
+
+@given(data=st.data())
+def test_a_kv_configuration_of_another_shape_is_never_a_crash(data: st.DataObject) -> None:
+    host = p5en()
+    set_config(
+        host,
+        top=data.draw(
+            st.dictionaries(
+                st.sampled_from(
+                    ["kv_connector", "kv_role", "kv_buffer_device", "kv_buffer_size", "kv_load_failure_policy"]
+                ),
+                JSON,
+            )
+        ),
+        backends=data.draw(JSON),
+    )
     assert defects(host.members()) == []
