@@ -40,7 +40,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--junit", type=PATH, metavar="FILE", help="Write the report as JUnit XML as well.")
 def command(**options: Any) -> None:
-    r"""Check that KV will move by RDMA: EFA, GPUDirect, Neuron, libfabric, NIXL, UCX, vLLM and the network.
+    """Check that KV will move by RDMA: EFA, GPUDirect, Neuron, libfabric, NIXL, UCX, vLLM and the network.
 
     Reads only. Exit status 0: nothing failed; 1: something failed; 2: nothing could be evaluated.
 

@@ -304,7 +304,7 @@ def handshake(facts: Facts) -> Finding:
     applies=(conditions.nixl_engine,),
 )
 def failure_policy(facts: Facts) -> Finding:
-    """Recompute turns a broken transport into a slow prefill that nobody notices."""
+    """The policy recompute turns a broken transport into a slow prefill that nobody notices."""
     for engine in facts.kv_engines:
         if "kv_load_failure_policy" in engine.extra_config:
             return warned(
@@ -379,7 +379,7 @@ def known_bad(facts: Facts) -> Finding:
     applies=(conditions.accelerator, conditions.nixl_engine),
 )
 def buffer_device(facts: Facts) -> Finding:
-    """Cpu copies every block through host memory on both sides."""
+    """With cpu every block is copied through host memory on both sides."""
     for engine in facts.kv_engines:
         if (engine.kv_config or {}).get("kv_buffer_device") == "cpu":
             return warned(f"{engine.name} moves KV through host memory", "kv_buffer_device: cpu")
