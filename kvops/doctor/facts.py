@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 AMAZON = "1d0f"
 NVIDIA = "10de"
-NEURON_IDS = ("7064", "7164", "7264", "7364", "7564", "7565")
+NEURON_IDS = ("7164", "7264", "7364", "7564", "7565")
 VERBS_FOLDERS = (
     "/usr/lib/x86_64-linux-gnu/libibverbs",
     "/usr/lib/aarch64-linux-gnu/libibverbs",

@@ -146,7 +146,7 @@ def modules(facts: Facts) -> Finding:
     evidence="/sys/module/efa/version",
     rule=(
         "FAIL: efa1 before 1.9, efa2 before 2.1, efa3 before 2.12. WARN: before 2.4 (no RDMA write), before 2.13 "
-        "(reports 100 Gb/s for every link), before 2.17.3 with NVIDIA 580 or later. UNKNOWN if the module shows none"
+        "(reports 100 Gb/s for every link). UNKNOWN if the module shows none. With NVIDIA's driver see GDR-05"
     ),
     fix="Install a current EFA installer bundle (driver 3.0.0g or later) and reboot",
     sources=("DRV-RN", "DYN-EFA"),

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 check = in_group("gpudirect")
 
-# Kernels that took the symbol from proprietary modules which EFA's peer memory needs (amazon-eks-ami#1494).
+# Kernels that took the symbol from proprietary modules which EFA's peer memory needs: mainline 6.6 and the first
+# stable releases that have the change (amazon-eks-ami#1494).
 OPEN_MODULE_KERNELS: dict[Version, Version] = {
     (4, 14): (4, 14, 326),
     (5, 4): (5, 4, 257),
@@ -128,7 +129,7 @@ def open_module(facts: Facts) -> Finding:
         return passed(f"open kernel module {driver.version}", "NVIDIA UNIX Open Kernel Module")
     since = OPEN_MODULE_KERNELS.get(facts.kernel[:2])
     evidence = f"NVRM version: NVIDIA UNIX Kernel Module {driver.version}, kernel {facts.kernel_release}"
-    if (since and at_least(facts.kernel, since)) or at_least(facts.kernel, (6, 2)):
+    if (since and at_least(facts.kernel, since)) or at_least(facts.kernel, (6, 6)):
         return failed("the proprietary NVIDIA module cannot serve EFA on this kernel", evidence)
     return warned("the NVIDIA module is the proprietary one", evidence)
 

@@ -7,7 +7,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("doctor", deadline=None, suppress_health_check=SLOW_IS_FINE)
+settings.register_profile("doctor", deadline=None, suppress_health_check=SLOW_IS_FINE, max_examples=40)
 settings.register_profile(
     "long",
     deadline=None,
