@@ -49,6 +49,11 @@ class Engine:
                 return following
         return self.option("--model")
 
+    @property
+    def served_name(self) -> str:
+        """Return the name under which the model is served."""
+        return self.option("--served-model-name") or self.model
+
     @cached_property
     def kv_config(self) -> dict[str, Any] | None:
         """Return the parsed ``--kv-transfer-config``; None when there is none, empty when it is not JSON."""

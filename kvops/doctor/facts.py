@@ -415,10 +415,14 @@ class Facts:
 
     @cached_property
     def engine_pairs(self) -> list[tuple[Engine, Engine]]:
-        """Return (prefill, decode) pairs: this host's with the peer's, else every two of this host."""
+        """Return (prefill, decode) pairs: this host's with the peer's, else every two here that serve one model.
+
+        A host may run several fleets, and nothing but the name that they serve tells them apart.
+        """
         if self.peer is not None:
             return list(product(self.kv_engines, self.peer.kv_engines))
-        return [_prefill_first(a, b) for a, b in combinations(self.kv_engines, 2)]
+        pairs = combinations(self.kv_engines, 2)
+        return [_prefill_first(a, b) for a, b in pairs if self.planned or a.served_name == b.served_name]
 
     @cached_property
     def environments(self) -> dict[str, dict[str, str]]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from doctor_cases import BY_ID, Scene
+from doctor_cases import BY_ID, Scene, colocated, set_config
 from doctor_hosts import p5en
 
 from kvops.doctor import run as running
@@ -118,6 +118,20 @@ class TestQuick:
         report = run(Facts(p5en().host(), planned=[engine]), [BY_ID["LF-07"]])
         assert report.results[0].state is State.FAIL
         assert "decode-0" in report.results[0].finding.message
+
+
+class TestPairs:
+    def test_two_fleets_of_one_host_are_not_compared(self) -> None:
+        scene = colocated()
+        path = "/proc/4243/cmdline"
+        scene.host.file(path, scene.host.files[path].replace("Qwen/Qwen3-32B", "zai/GLM-5"))
+        assert scene.facts().engine_pairs == []
+
+    def test_prefill_comes_first_whatever_its_pid(self) -> None:
+        scene = colocated()
+        set_config(scene.host, top={"kv_role": "kv_consumer"})
+        prefill, decode = scene.facts().engine_pairs[0]
+        assert (prefill.pid, decode.pid) == (4243, 4242)
 
 
 class TestCatalogue:
