@@ -64,9 +64,9 @@ def requests_table(requests: list[Request]) -> Table:
         ("from P", "right"),
         ("from D", "right"),
         ("first", "right"),
-        ("outcome", "left"),
     ):
         table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("outcome", overflow="fold")
     for request in requests:
         first = request.seconds_to_first_token
         table.add_row(

@@ -1,1 +1,1 @@
-"""Checks of a host, live or captured: will KV really move by RDMA?"""
+"""Will this host really move KV by RDMA: checks, captures and a probe."""
