@@ -30,6 +30,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--pair", type=PATH, nargs=2, metavar="P D", help="Compare the snapshots of a prefill and a decode host.")
 @click.option("--instance-type", default="", metavar="TYPE", help="Expect this EC2 type, whatever the machine says.")
 @click.option("--aws", is_flag=True, help="Ask AWS as well (describe-* calls about this instance).")
+@click.option("--probe", is_flag=True, help="Move bytes between two NIXL agents of this host as well.")
 @click.option("--only", multiple=True, metavar="GROUP|ID", help="Run only these checks; may be repeated.")
 @click.option("--skip", multiple=True, metavar="GROUP|ID", help="Leave these checks out; may be repeated.")
 @click.option("--explain", metavar="ID", help="Say what a check looks at, why, and where its rule comes from.")
@@ -67,6 +68,10 @@ def _judge(options: dict[str, Any]) -> int:
     from kvops.doctor.run import PAIR_CHECKS, select  # noqa: PLC0415
 
     checks = select(options["only"], options["skip"], among=PAIR_CHECKS if options["pair"] else ())
+    if options["probe"]:
+        from kvops.doctor.active import bytes_move  # noqa: PLC0415
+
+        checks.append(bytes_move)
     if options["watch"]:
         return _watch(checks, options)
     report = _look(checks, options)
