@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("-d", "--detach", is_flag=True, help="Return once the fleet is proven; it stays until 'kvops down'.")
 @click.option("--dry-run", is_flag=True, help="Print the launch plan and start nothing.")
 @json_option
+@click.option("--force", is_flag=True, help="Start although the doctor's quick checks say that KV will not move.")
 @click.option("--stock-connectors", is_flag=True, help="Use vLLM's own connectors instead of the instrumented ones.")
 def command(
     *,
@@ -50,6 +51,7 @@ def command(
     detach: bool,
     dry_run: bool,
     as_json: bool,
+    force: bool,
     stock_connectors: bool,
 ) -> None:
     """Start prefill and decode engines and a router, and prove that KV moves between them.
@@ -69,6 +71,8 @@ def command(
         _print_plan(plan, as_json=as_json)
         return
     _refuse_what_cannot_run(plan, run_dir)
+    if not force:
+        _refuse_what_will_not_move_kv(plan)
     if topology.model == tiny_model.MODEL_NAME:
         tiny_model.ensure_model(Path(plan.model))
     state = _run_detached(plan, run_dir, as_json=as_json) if detach else _run(plan, run_dir, as_json=as_json)
@@ -95,6 +99,22 @@ def _refuse_what_cannot_run(plan: Plan, run_dir: RunDir) -> None:
         raise KvopsError(
             f"{elsewhere[0].name} runs on {host}, which is no address of this machine",
             "kvops up starts processes here only; set hosts to this machine's address",
+        )
+
+
+def _refuse_what_will_not_move_kv(plan: Plan) -> None:
+    import os  # noqa: PLC0415
+
+    from kvops.doctor.check import State  # noqa: PLC0415
+    from kvops.doctor.engines import Engine  # noqa: PLC0415
+    from kvops.doctor.run import run_quick  # noqa: PLC0415
+
+    report = run_quick([Engine(engine.name, engine.argv, os.environ | engine.env) for engine in plan.engines])
+    causes = [result for result in report.causes if result.state is State.FAIL]
+    if causes:
+        found = "\n".join(f"{cause.check.id}: {cause.finding.message}; {cause.fix}" for cause in causes)
+        raise KvopsError(
+            f"KV will not move as planned:\n{found}\nkvops doctor shows the evidence", "mend it, or use --force"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -104,6 +104,18 @@ def _ucx_rails(lines: Iterable[str], memory: str) -> list[Rail]:
             found = chosen.setdefault("vram" if re.search(r"\b(cuda|rocm|ze)\b", operation) else "dram", {})
             found.update(dict.fromkeys(Rail(*match) for match in _RAIL.findall(cells[2])))
     return sorted(chosen.get(memory, {}))
+
+
+def without_idle_tcp(said: Said, growth: dict[str, int], moved_bytes: int) -> Said:
+    """Return ``said`` with the route of its other rails, if the network's counters show that TCP carried no data.
+
+    UCX keeps a TCP rail beside a faster one for its own messages, and lists it with the others.
+    """
+    carried = [value for name, value in growth.items() if name.startswith("net/")]
+    others = [rail for rail in said.rails if rail.transport != "tcp"]
+    if said.route == "tcp" and others and carried and max(carried) < moved_bytes / 100:
+        return replace(said, route=_worst(others))
+    return said
 
 
 def _worst(rails: list[Rail]) -> Route:

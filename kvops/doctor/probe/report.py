@@ -15,6 +15,7 @@ from kvops.doctor.probe.evidence import (
     read_log,
     route_by_counters,
     trouble_in,
+    without_idle_tcp,
 )
 from kvops.doctor.probe.messages import Finished, Hello, Memory, Run, SideInfo  # noqa: TC001 - msgspec reads them
 from kvops.doctor.probe.verdict import LINES, Facts, Reason, Verdict, judge
@@ -125,6 +126,7 @@ def _has_rdma(side: SideInfo | Hello) -> bool:
 
 def _evidence(said: Said, growth: dict[str, int], moved_bytes: int) -> Evidence:
     counted = route_by_counters(growth, moved_bytes)
+    said = without_idle_tcp(said, growth, moved_bytes)
     # The counters win where they speak for TCP: a log says what was chosen, a counter what went through.
     by_log = said.route != "unknown" and not (counted == "tcp" and said.route == "rdma")
     return Evidence(

@@ -4,13 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from click.testing import Result as CliResult
 
 from kvops.cli.main import main
+from kvops.doctor.check import failed
+from kvops.doctor.checks import CHECKS
+from kvops.doctor.run import Report, Result
 from kvops.launch.rundir import state_home
 
 
-def up(*args: str) -> Result:
+def up(*args: str) -> CliResult:
     return CliRunner().invoke(main, ["up", *args])
 
 
@@ -95,3 +99,12 @@ def test_an_impossible_number_on_the_command_line_is_explained() -> None:
 
 def test_a_name_that_is_no_name_is_refused() -> None:
     assert up("--name", "a/b", "--dry-run").exit_code == 2
+
+
+def test_a_machine_on_which_kv_will_not_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = failed("the LIBFABRIC plugin misses libfabric.so.1", fix="install the EFA software")
+    monkeypatch.setattr("kvops.doctor.run.run_quick", lambda _: Report("here", "", [Result(CHECKS[0], missing)]))
+    result = up("--preset", "cpu-demo")
+    assert result.exit_code == 2
+    assert f"{CHECKS[0].id}: the LIBFABRIC plugin misses libfabric.so.1; install the EFA software" in result.output
+    assert not state_home().exists()

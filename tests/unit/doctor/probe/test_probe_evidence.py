@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvops.doctor.probe.evidence import (
     Rail,
+    Said,
     grown,
     instance_type,
     rdma_devices,
@@ -17,6 +18,7 @@ from kvops.doctor.probe.evidence import (
     read_log,
     route_by_counters,
     trouble_in,
+    without_idle_tcp,
 )
 
 if TYPE_CHECKING:
@@ -181,3 +183,16 @@ def test_a_machine_that_is_no_ec2_instance_has_no_type(name: str, tmp_path: Path
 def test_counters_that_should_stand_still_are_named() -> None:
     growth = {"rdma/rdmap85s0/rdma_read_wr_err": 3, "rdma/rdmap85s0/rdma_read_bytes": 9, "net/eth0/rx_bytes": 5}
     assert trouble_in(growth) == ["rdma/rdmap85s0/rdma_read_wr_err +3"]
+
+
+def test_a_tcp_rail_that_carried_nothing_does_not_name_the_route() -> None:
+    # As UCX 1.20 lists them between two GPUs of one host: NVLink, and TCP for its own messages.
+    said = Said([Rail("cuda_ipc", "cuda"), Rail("tcp", "lo")], "tcp")
+    growth = {"net/lo/rx_bytes": 93_214, "net/lo/tx_bytes": 93_266}
+    assert without_idle_tcp(said, growth, 70_866_960_384).route == "cuda_ipc"
+
+
+def test_a_tcp_rail_that_may_have_carried_data_still_names_the_route() -> None:
+    said = Said([Rail("cuda_ipc", "cuda"), Rail("tcp", "lo")], "tcp")
+    assert without_idle_tcp(said, {"net/lo/tx_bytes": 60_000_000_000}, 70_866_960_384).route == "tcp"
+    assert without_idle_tcp(said, {}, 70_866_960_384).route == "tcp"
