@@ -29,7 +29,8 @@ START_SECONDS = 240
 # vLLM reads nothing back in the last 5 seconds of decode's TTL.
 TTL_SECONDS = 20
 LEASE_SECONDS = 20
-PUSH_TIMEOUT_SECONDS = 12
+# Of the decode engine that is there to give up; the other one must not, however slow the machine.
+PUSH_TIMEOUT_SECONDS = 4
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 
 

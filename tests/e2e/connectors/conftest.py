@@ -46,17 +46,15 @@ def bidirectional_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 
 @pytest.fixture(scope="session")
 def push_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
-    """Prefill and decode in push mode with our connectors, and a stock decode beside them."""
+    """Prefill and decode in push mode with our connectors, and two decodes that soon give up: ours and a stock one."""
     folder = tmp_path_factory.mktemp("push")
-    extra = {
-        "push_registration_timeout": PUSH_TIMEOUT_SECONDS,
-        "kv_lease_duration": LEASE_SECONDS,
-        "kvops": {"push_cancel_grace_seconds": 1},
-    }
+    extra = {"kv_lease_duration": 2 * LEASE_SECONDS, "push_registration_timeout": 90}
+    hasty = {"push_registration_timeout": PUSH_TIMEOUT_SECONDS, "kvops": {"push_cancel_grace_seconds": 1}}
     yield from start(
         [
             Engine("prefill", folder, "NixlPushConnector", "kv_producer", extra),
             Engine("decode", folder, "NixlPushConnector", "kv_consumer", extra),
-            Engine("stock-decode", folder, "NixlPushConnector", "kv_consumer", extra, stock=True),
+            Engine("hasty-decode", folder, "NixlPushConnector", "kv_consumer", extra | hasty),
+            Engine("stock-decode", folder, "NixlPushConnector", "kv_consumer", extra | hasty, stock=True),
         ]
     )
