@@ -281,8 +281,10 @@ def _router(topology: Topology, engines: dict[str, list[Process]], port: int, lo
     argv = [sys.executable, "-m", "kvops.cli.main", "router"]
     for role, processes in sorted(engines.items(), reverse=True):
         for process in processes:
-            argv += [f"--{role}", process.url]
+            ranks = len(process.side_channel_ports)
+            argv += [f"--{role}", process.url if ranks == 1 else f"{process.url}#0-{ranks - 1}"]
     argv += ["--mode", topology.mode.value, "--host", topology.router.host, "--port", str(port)]
+    argv += ["--decoder-ttl", str(topology.kv.decoder_ttl), "--journal", str(log_dir / "router.jsonl")]
     if topology.router.api_key_file:
         argv += ["--api-key-file", str(topology.router.api_key_file)]
     return Process(
