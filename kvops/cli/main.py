@@ -47,7 +47,7 @@ class VerbGroup(click.Group):
 @click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, package_name="kvops", message="kvops %(version)s")
 def main() -> None:
-    r"""Run, check and trace a disaggregated vLLM fleet that moves its KV cache over NIXL.
+    """Run, check and trace a disaggregated vLLM fleet that moves its KV cache over NIXL.
 
     \b
     Example:

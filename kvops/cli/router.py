@@ -59,7 +59,7 @@ def command(
     rate_limit: float,
     journal: Path | None,
 ) -> None:
-    r"""Route OpenAI requests over prefill and decode engines that are already up.
+    """Route OpenAI requests over prefill and decode engines that are already up.
 
     A URL may end in #0-7 for the data-parallel ranks of an engine, or begin with dns+ for one engine at each address
     of the name.

@@ -52,7 +52,7 @@ def command(
     as_json: bool,
     stock_connectors: bool,
 ) -> None:
-    r"""Start prefill and decode engines and a router, and prove that KV moves between them.
+    """Start prefill and decode engines and a router, and prove that KV moves between them.
 
     \b
     Example:
