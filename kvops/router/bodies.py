@@ -193,6 +193,11 @@ def _member_spans(content: bytes, members: Body) -> Iterator[tuple[int, int]]:
         yield start, position
 
 
+def is_null(raw: msgspec.Raw | None) -> bool:
+    """Return whether a member is missing or null, which mean the same wherever the router looks."""
+    return raw is None or bytes(memoryview(raw)[:4]) == b"null"
+
+
 def value_of(body: Body, key: str) -> Any:
     """Return the decoded value of ``key``, None where it is missing."""
     return msgspec.json.decode(body[key]) if key in body else None

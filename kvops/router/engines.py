@@ -52,7 +52,10 @@ class Answer:
     Attributes:
         response: with the rest of the body unread.
         head: what has been read of the body.
+        broken: set by its reader when it breaks off in the middle.
     """
+
+    broken = False
 
     def __init__(self, response: aiohttp.ClientResponse, head: bytes) -> None:
         """Keep both."""
@@ -91,7 +94,7 @@ class Engines:
             EngineFailure: the engine did not answer, or answered with a server error.
             Refusal: the engine finds fault with the client's request.
         """
-        async with self._leg(attempt, endpoint, content, timeout_seconds, path=path) as (response, _):
+        async with self._leg(attempt, endpoint, content, timeout_seconds, path=path) as (response, _, _):
             return await response.read()
 
     async def get(self, attempt: Attempt, endpoint: Endpoint, path: str, timeout_seconds: float) -> bytes:
@@ -129,12 +132,15 @@ class Engines:
         """
         deadlines = self.settings.deadlines
         seconds = deadlines.first_token if attempt.exchange.streams else deadlines.answer
-        async with self._leg(attempt, endpoint, content, seconds, headers=headers) as (response, deadline):
+        async with self._leg(attempt, endpoint, content, seconds, headers=headers) as (response, deadline, leg):
             head = await self._first_event(endpoint, response) if response.content_type == EVENT_STREAM else b""
             if head:
                 # From here on the time between chunks counts, see relay.py.
                 deadline.reschedule(None)
-            yield Answer(response, head)
+            answer = Answer(response, head)
+            yield answer
+            if answer.broken:
+                leg.outcome = "broken"
 
     @asynccontextmanager
     async def _leg(
@@ -146,7 +152,7 @@ class Engines:
         *,
         headers: dict[str, str] | None = None,
         path: str | None = None,
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout, LegRecord]]:
         leg = attempt.leg(endpoint)
         with self.pool_of(endpoint).busy(endpoint), self.metrics.leg(leg):
             try:
@@ -160,12 +166,15 @@ class Engines:
                         leg.first_byte_at, leg.status = time.time(), response.status
                         if response.status != 200:
                             raise await _rejection(endpoint, response)
-                        yield response, deadline
+                        yield response, deadline, leg
                     finally:
                         # Before the end of the body this closes the connection, which makes vLLM abort the request.
                         response.release() if response.content.at_eof() else response.close()
-                endpoint.succeeded()
-                leg.outcome = "ok"
+                if leg.outcome == "broken":
+                    endpoint.failed()
+                else:
+                    endpoint.succeeded()
+                    leg.outcome = "ok"
             except TimeoutError:
                 raise _failed(endpoint, leg, "timeout", f"no answer within {timeout_seconds:g} s", 504) from None
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

@@ -29,7 +29,7 @@ class EngineFailure(Exception):  # noqa: N818
 
     Attributes:
         endpoint: the engine.
-        reason: connect, broken, timeout, http_error, overloaded, no_handle, stream_error: a bounded set for metrics.
+        reason: connect, broken, timeout, http_error, overloaded, no_handle, stream_error, restarted or kv_wait.
         status: what the client is told when nothing else helps.
     """
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from kvops.router.bodies import is_null
+
 Params = dict[str, msgspec.Raw]
 
 # The one key that kvops adds: from an engine digests and lifetime of the blocks, from the router who is asking.
@@ -108,7 +110,7 @@ def read(raw: msgspec.Raw | None, engine_host: str) -> Handle:
     Raises:
         HandleError: there is none, or it is not whole.
     """
-    if raw is None or bytes(raw) == b"null":
+    if raw is None or is_null(raw):
         raise HandleError("it returned no kv_transfer_params; does it run with a NIXL connector?")
     try:
         params = msgspec.json.decode(raw, type=Params)

@@ -43,8 +43,8 @@ METRICS = (
     Metric(
         "kvops_router_requests_total",
         "counter",
-        "Client requests that ended, by mode and outcome: ok, refused (the engine's own 4xx), client_gone, failed "
-        "(after the first byte), or the type of the error that the client got.",
+        "Client requests that ended, by mode and outcome: ok, refused (the engine's own 4xx), client_gone, "
+        "broken_off and stream_error (after the first byte), or the type of the error that the client got.",
         "Do requests succeed?",
         ("mode", "outcome"),
     ),
@@ -68,7 +68,7 @@ METRICS = (
         "kvops_router_legs_total",
         "counter",
         "Requests of the router to engines that ended, by role, engine and outcome: ok, refused, cancelled, connect, "
-        "broken, timeout, http_error, overloaded, no_handle, stream_error.",
+        "broken, timeout, http_error, overloaded, no_handle, stream_error, restarted, kv_wait.",
         "Which engine fails, and how?",
         ("role", "engine", "outcome"),
     ),

@@ -157,7 +157,7 @@ def _prefilled(answer: bytes, prefill: Endpoint) -> Prefilled:
     if handle.fields.transfer_mode == "push":
         raise EngineFailure(prefill, "no_handle", "it runs the push connector; start the router with --mode push")
     token_ids = members.get("prompt_token_ids")
-    return Prefilled(handle, prefill, None if token_ids is None or bytes(token_ids) == b"null" else token_ids)
+    return Prefilled(handle, prefill, None if bodies.is_null(token_ids) else token_ids)
 
 
 def handle_or_none(content: bytes, endpoint: Endpoint) -> Handle | None:

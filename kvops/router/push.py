@@ -91,9 +91,15 @@ class PushMode:
             raise
         finally:
             decode_task.cancel()
+            self._measure_skew(attempt)
             # When the client leaves, P is left to finish: an aborted D keeps its blocks until P has written them, and
             # a P that is aborted too never writes.
             self._releases.run(_end(prefill_task, decode_task))
+
+    def _measure_skew(self, attempt: Attempt) -> None:
+        starts = [leg.started_at for leg in attempt.exchange.record.legs if leg.id == attempt.id]
+        if len(starts) == 2:
+            self._engines.metrics.observe("kvops_router_leg_skew_seconds", abs(starts[1] - starts[0]))
 
     async def _prefill_leg(self, attempt: Attempt, body: Body, pair: _Pair) -> None:
         params = handles.for_push_prefill(attempt.id, attempt.context)

@@ -87,12 +87,16 @@ async def _relay_stream(exchange: Exchange, answer: Answer, idle_seconds: float)
         exchange.record.first_byte_at = time.time()
         broken = await _pump(answer, events, response, idle_seconds)
         if broken:
+            answer.broken = True
+            exchange.record.outcome = "broken_off"
             log.warning("decode engine %s in the middle of a stream: %s", answer.response.url.origin(), broken)
             error = error_content("decode_failed", "the decode engine broke off", 502)
             await response.write(b"data: " + error + b"\n\ndata: [DONE]\n\n")
         await response.write_eof()
     except (aiohttp.ClientConnectionResetError, ConnectionError):
         raise ClientGoneError from None
+    if events.failed:
+        exchange.record.outcome = "stream_error"
     return Relayed(response, events.handle, whole=not broken and not events.failed)
 
 

@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from kvops.router.bodies import KV_TRANSFER_PARAMS, cut_member
+from kvops.router.bodies import KV_TRANSFER_PARAMS, cut_member, is_null
 
 # A handle of a prompt of a million tokens is about 400 KB; an event larger than this is no event of vLLM's.
 MAX_EVENT_BYTES = 8 * 1024 * 1024
@@ -74,10 +74,11 @@ class Events:
             return event
         if raw is None:
             return event
-        if bytes(raw) != b"null":
+        if not is_null(raw):
             self.handle = raw
         if not only_handle.choices and only_handle.usage is None:
-            return b""
+            # Blank lines before the event belong to what was sent before it.
+            return event[: len(event) - len(event.lstrip(b"\r\n"))]
         start = event.index(text)
         return event[:start] + rest + event[start + len(text) :]
 
@@ -94,7 +95,7 @@ def is_error(event: bytes) -> bool:
     if b'"error"' not in event:
         return False
     try:
-        return msgspec.json.decode(payload(event), type=dict[str, msgspec.Raw]).get("error") is not None
+        return not is_null(msgspec.json.decode(payload(event), type=dict[str, msgspec.Raw]).get("error"))
     except msgspec.DecodeError:
         return False
 
@@ -122,10 +123,8 @@ class _ErrorEvent(msgspec.Struct):
 
 
 def _end_of_last_event(data: bytes) -> int:
-    end = 0
-    for match in _BLANK_LINE.finditer(data):
-        end = match.end()
-    return end
+    ends = [at + len(blank) for blank in (b"\n\n", b"\n\r\n") if (at := data.rfind(blank)) >= 0]
+    return max(ends, default=0)
 
 
 def payload(event: bytes) -> bytes:

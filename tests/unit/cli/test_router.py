@@ -19,7 +19,7 @@ ENGINES = ["--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8
             "'localhost:8100' is not an engine's URL",
         ),
         ([*ENGINES, "--api-key-file", "/nonexistent"], "cannot read /nonexistent: No such file"),
-        (ENGINES[:2], "Missing option '--decode'"),
+        (ENGINES[:2], "there is no decode engine"),
     ],
 )
 def test_what_cannot_be_served_is_explained(args: list[str], sentence: str) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes.engines import wait_until
+from scripted_engines import wait_until
 
 from kvops.router.settings import Deadlines
 

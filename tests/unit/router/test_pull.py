@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from fakes.engines import wait_until
+from scripted_engines import wait_until
 
 
 async def test_decode_gets_the_clients_body_with_the_handle_of_prefill(start):

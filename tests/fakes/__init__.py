@@ -1,1 +1,0 @@
-"""Stand-ins that behave like the real thing on the wire."""
