@@ -24,6 +24,8 @@ _FIRST_PORT = {"router": 8000, "prefill": 8100, "decode": 8200, "side channel": 
 _DEVICE_VARIABLE = {Platform.CUDA: "CUDA_VISIBLE_DEVICES", Platform.NEURON: "NEURON_VISIBLE_DEVICES"}
 # kv_buffer_device names the memory that NIXL registers; the Neuron guide uses "cuda" for device memory too.
 _BUFFER_DEVICE = {Platform.CPU: "cpu", Platform.CUDA: "cuda", Platform.NEURON: "cuda"}
+# vLLM returns decode's handle with whole answers only; this adds it to streamed ones.
+_STREAMED_HANDLES = ("--middleware", "kvops_connectors.streaming.StreamedHandles")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 # setproctitle, which vLLM's processes call, overwrites the environment that /proc shows; this keeps it readable, and
 # with it the mark by which a fleet's processes are told from all others.
@@ -219,6 +221,7 @@ def _engine(
             *_engine_argv(topology, group, host=host, port=port),
             "--kv-transfer-config",
             json.dumps(_kv_transfer_config(topology, role, engine_id, stock=stock)),
+            *(_STREAMED_HANDLES if topology.mode is Mode.BIDIRECTIONAL and role == "decode" and not stock else ()),
             *group.args,
         ),
         env=_engine_env(topology, group, advertised, side_channel_ports[0], devices),

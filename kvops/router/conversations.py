@@ -29,24 +29,13 @@ _LONGEST_ID = 256
 # Of an entry without its handle, in bytes: key, dict slot, object.
 _ENTRY_BYTES = 512
 
-MISSES = {
-    "no_conversation": "the request names no conversation",
-    "first_turn": "nothing is known of the conversation",
-    "no_handle": "decode's answer to the turn before carried no handle, or a broken one",
-    "no_digests": "the handle does not say which tokens it stands for, so nothing shows that they are the prompt's",
-    "used": "the handle was taken by another request of the conversation, or the turn before did not end well",
-    "late": "the blocks' time on decode is over, or nearly",
-    "restarted": "the decode engine that held the blocks has restarted or is gone",
-    "declined": "prefill failed with the handle; the turn was served again without it",
-}
-
 
 class Turn(msgspec.Struct, frozen=True):
     """What is known as a turn begins.
 
     Attributes:
         number: 1 for the conversation's first.
-        outcome: hit, or one of ``MISSES``.
+        outcome: hit, or one of the catalogue's ``HANDLE_MISSES``.
         handle: D's handle of the turn before, there with a hit only.
         holder: the D that served the turn before.
     """

@@ -60,6 +60,7 @@ class Router:
         self.metrics = metrics
         self.journal = journal
         self.rate = rate
+        self._dropped_seen = 0
 
     async def refresh(self) -> None:
         """Bring the pools to what the sources say; requests that are under way notice nothing.
@@ -104,7 +105,9 @@ class Router:
                 metrics.set("kvops_router_endpoint_up", endpoint.takes_requests(), pool.role, endpoint.name)
         metrics.set("kvops_router_conversations", len(self.conversations))
         metrics.set("kvops_router_conversation_bytes", self.conversations.bytes)
-        metrics.set("kvops_router_journal_dropped", self.journal.dropped)
+        dropped = self.journal.dropped
+        metrics.count("kvops_router_journal_dropped_total", amount=dropped - self._dropped_seen)
+        self._dropped_seen = dropped
         return metrics.text()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ STOPS: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 
 
 @pytest.fixture(scope="module", params=["pull", "push", "bidirectional"])
-def fleet(up: Up, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(up: Up, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     config = write(tmp_path_factory.mktemp("config") / "kvops.yaml", CONFIG)
     counts = ("--prefill", "2", "--decode", "2")
-    yield up(f"e2e-{request.param}", "-f", config, "--mode", request.param, *counts)
+    return up(f"e2e-{request.param}", "-f", config, "--mode", request.param, *counts)
 
 
 def load() -> list[tuple[str, dict[str, Any]]]:

@@ -10,13 +10,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from scripted_engines import FakeEngine, FakeFleet
 
 from kvops.router.admin import make_admin_app
 from kvops.router.app import make_app
 from kvops.router.endpoints import Sources
 from kvops.router.settings import Settings
 from kvops.router.state import STATE, Router
+from scripted_engines import FakeEngine, FakeFleet
 
 
 @dataclass

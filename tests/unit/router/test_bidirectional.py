@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 import pytest
-from scripted_engines import wait_until
 
 from kvops.router.settings import Deadlines, Limits
+from scripted_engines import wait_until
 
 CONVERSATION = {"X-Conversation-ID": "c1"}
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scripted_engines import wait_until
 
 from kvops.router.endpoints import Sources
 from kvops.router.settings import Deadlines, Limits
+from scripted_engines import wait_until
 
 ROWS = {
     1: "a client's or an engine's malformed handle ends or hangs an engine",

@@ -3,9 +3,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from scripted_engines import wait_until
 
 from kvops.router.settings import Deadlines
+from scripted_engines import wait_until
 
 
 async def test_both_legs_are_under_way_at_once_with_one_fresh_id(start):
