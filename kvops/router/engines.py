@@ -175,11 +175,11 @@ class Engines:
                 else:
                     endpoint.succeeded()
                     leg.outcome = "ok"
-            except TimeoutError:
-                raise _failed(endpoint, leg, "timeout", f"no answer within {timeout_seconds:g} s", 504) from None
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 endpoint.failed()
                 raise _failed(endpoint, leg, "connect", str(error)) from None
+            except TimeoutError:
+                raise _failed(endpoint, leg, "timeout", f"no answer within {timeout_seconds:g} s", 504) from None
             except (aiohttp.ClientError, ConnectionError) as error:
                 endpoint.failed()
                 raise _failed(endpoint, leg, "broken", f"{type(error).__name__} {error}") from None
@@ -187,6 +187,7 @@ class Engines:
                 leg.outcome = failure.reason
                 raise
             except Refusal:
+                endpoint.succeeded()
                 leg.outcome = "refused"
                 raise
             finally:

@@ -7,6 +7,7 @@ leaves the request waiting for ever, so a handle that is not whole never leaves 
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -194,6 +195,7 @@ def _reachable(advertised: str, engine_host: str) -> str:
     return engine_host if _means_self(advertised) and not _means_self(engine_host) else advertised
 
 
+@lru_cache(maxsize=4096)
 def _means_self(host: str) -> bool:
     if host in ("localhost", ""):
         return True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvops.router.journal import LegRecord
+
+
+_Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
+
+
+@lru_cache(maxsize=8192)
+def _child(metric: _Kind, labels: tuple[str, ...]) -> _Kind:
+    # Looking a child up by its labels costs prometheus_client four times what counting does.
+    return metric.labels(*labels) if labels else metric
 
 
 class RouterMetrics:
@@ -40,18 +50,15 @@ class RouterMetrics:
 
     def count(self, name: str, *labels: str, amount: float = 1) -> None:
         """Add to a counter."""
-        counter = self._counters[name]
-        (counter.labels(*labels) if labels else counter).inc(amount)
+        _child(self._counters[name], labels).inc(amount)
 
     def observe(self, name: str, seconds: float, *labels: str) -> None:
         """Add a duration to a histogram."""
-        histogram = self._histograms[name]
-        (histogram.labels(*labels) if labels else histogram).observe(seconds)
+        _child(self._histograms[name], labels).observe(seconds)
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge."""
-        gauge = self._gauges[name]
-        (gauge.labels(*labels) if labels else gauge).set(value)
+        _child(self._gauges[name], labels).set(value)
 
     @contextmanager
     def leg(self, leg: LegRecord) -> Iterator[None]:
@@ -81,6 +88,7 @@ class RouterMetrics:
         for name in ("kvops_router_in_flight", "kvops_router_endpoint_up"):
             with contextlib.suppress(KeyError):
                 self._gauges[name].remove(role, engine)
+        _child.cache_clear()
 
     def text(self) -> bytes:
         """Return the exposition."""

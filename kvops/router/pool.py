@@ -87,17 +87,19 @@ class Endpoint:
         """Note that a request goes there: a half-open engine gets one at a time."""
         self._on_trial = self.state == "half_open"
 
+    def end(self) -> None:
+        """Note that a request there has ended, whatever became of it: another one may try a half-open engine."""
+        self._on_trial = False
+
     def succeeded(self) -> None:
         """Note an answer: the engine is up."""
         self._failures = 0
         self._down_until = None
-        self._on_trial = False
         self._back_off = _FIRST_BACK_OFF_SECONDS
 
     def failed(self) -> None:
         """Note that it could not be reached or broke off; after a few in a row it rests for a while."""
         self._failures += 1
-        self._on_trial = False
         if self._failures >= _FAILURES_TO_DOWN:
             self._rest()
 
@@ -224,6 +226,7 @@ class Pool:
             with endpoint.busy():
                 yield
         finally:
+            endpoint.end()
             self._freed.set()
 
     def find(self, name: str) -> Endpoint | None:

@@ -70,7 +70,6 @@ def test_three_failures_in_a_row_rest_an_engine_for_longer_and_longer(clock: lis
         while endpoint.state == "down":
             clock[0] += 0.5
         rests.append(clock[0] - start)
-        endpoint.begin()
     assert rests == [1, 2, 4, 8, 16, 30, 30]
 
 
@@ -83,6 +82,8 @@ def test_one_request_tries_whether_an_engine_is_back(clock: list[float]) -> None
     assert (endpoint.state, endpoint.takes_requests()) == ("half_open", True)
     endpoint.begin()
     assert not endpoint.takes_requests()
+    endpoint.end()
+    assert endpoint.takes_requests()
     endpoint.succeeded()
     assert (endpoint.state, endpoint.takes_requests()) == ("up", True)
 
