@@ -95,6 +95,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
         await releases.close()
+        engines.http.close()
         await asyncio.to_thread(router.journal.close)
 
 

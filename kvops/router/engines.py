@@ -9,17 +9,16 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import aiohttp
-from aiohttp.payload import BytesPayload
 
 from kvops.router import sse
 from kvops.router.errors import EngineFailure, Refusal
+from kvops.router.http_client import BrokenOffError, ConnectError, HttpClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from aiohttp.abc import AbstractStreamWriter
-
     from kvops.router.exchange import Attempt
+    from kvops.router.http_client import Body, Response
     from kvops.router.journal import LegRecord
     from kvops.router.metrics import RouterMetrics
     from kvops.router.pool import Endpoint, Pool
@@ -28,22 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVENT_STREAM = "text/event-stream"
-# Below the 5 s after which vLLM's server closes an idle connection: a request must not meet the closing.
-_KEEP_ALIVE_SECONDS = 3.0
-
-
-class Sent(BytesPayload):
-    """A body that remembers whether any of it has left: before that the engine cannot know the request."""
-
-    def __init__(self, content: bytes) -> None:
-        """Wrap ``content``."""
-        super().__init__(content, content_type="application/json")
-        self.began = False
-
-    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
-        """Write the body."""
-        self.began = True
-        await super().write_with_length(writer, content_length)
 
 
 class Answer:
@@ -57,7 +40,7 @@ class Answer:
 
     broken = False
 
-    def __init__(self, response: aiohttp.ClientResponse, head: bytes) -> None:
+    def __init__(self, response: Response, head: bytes) -> None:
         """Keep both."""
         self.response = response
         self.head = head
@@ -74,8 +57,9 @@ class Engines:
     def __init__(
         self, session: aiohttp.ClientSession, prefill: Pool, decode: Pool, settings: Settings, metrics: RouterMetrics
     ) -> None:
-        """Keep the session and what applies to every leg."""
+        """Keep what applies to every leg; the session is for all that is no leg."""
         self.session = session
+        self.http = HttpClient(settings.deadlines.connect)
         self.prefill = prefill
         self.decode = decode
         self.settings = settings
@@ -86,7 +70,7 @@ class Engines:
         return self.prefill if endpoint.role == "prefill" else self.decode
 
     async def ask(
-        self, attempt: Attempt, endpoint: Endpoint, content: Sent, timeout_seconds: float, *, path: str | None = None
+        self, attempt: Attempt, endpoint: Endpoint, content: Body, timeout_seconds: float, *, path: str | None = None
     ) -> bytes:
         """Send a request that does not stream and return the body of the 200.
 
@@ -119,7 +103,7 @@ class Engines:
 
     @asynccontextmanager
     async def open(
-        self, attempt: Attempt, endpoint: Endpoint, content: Sent, *, headers: dict[str, str] | None = None
+        self, attempt: Attempt, endpoint: Endpoint, content: Body, *, headers: dict[str, str] | None = None
     ) -> AsyncIterator[Answer]:
         """Send D's request and yield its answer once that has begun well.
 
@@ -147,21 +131,18 @@ class Engines:
         self,
         attempt: Attempt,
         endpoint: Endpoint,
-        content: Sent,
+        content: Body,
         timeout_seconds: float,
         *,
         headers: dict[str, str] | None = None,
         path: str | None = None,
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout, LegRecord]]:
+    ) -> AsyncIterator[tuple[Response, asyncio.Timeout, LegRecord]]:
         leg = attempt.leg(endpoint)
         with self.pool_of(endpoint).busy(endpoint), self.metrics.leg(leg):
             try:
                 async with asyncio.timeout(timeout_seconds) as deadline:
-                    response = await self.session.post(
-                        endpoint.url + (path or attempt.exchange.path),
-                        data=content,
-                        headers=attempt.headers(endpoint) | (headers or {}),
-                    )
+                    sent = attempt.headers(endpoint) | (headers or {})
+                    response = await self.http.post(endpoint.url, path or attempt.exchange.path, sent, content)
                     try:
                         leg.first_byte_at, leg.status = time.time(), response.status
                         if response.status != 200:
@@ -169,20 +150,20 @@ class Engines:
                         yield response, deadline, leg
                     finally:
                         # Before the end of the body this closes the connection, which makes vLLM abort the request.
-                        response.release() if response.content.at_eof() else response.close()
+                        response.close()
                 if leg.outcome == "broken":
                     endpoint.failed()
                 else:
                     endpoint.succeeded()
                     leg.outcome = "ok"
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            except ConnectError as error:
                 endpoint.failed()
                 raise _failed(endpoint, leg, "connect", str(error)) from None
             except TimeoutError:
                 raise _failed(endpoint, leg, "timeout", f"no answer within {timeout_seconds:g} s", 504) from None
-            except (aiohttp.ClientError, ConnectionError) as error:
+            except BrokenOffError as error:
                 endpoint.failed()
-                raise _failed(endpoint, leg, "broken", f"{type(error).__name__} {error}") from None
+                raise _failed(endpoint, leg, "broken", str(error)) from None
             except EngineFailure as failure:
                 leg.outcome = failure.reason
                 raise
@@ -193,9 +174,9 @@ class Engines:
             finally:
                 leg.ended_at = time.time()
 
-    async def _first_event(self, endpoint: Endpoint, response: aiohttp.ClientResponse) -> bytes:
+    async def _first_event(self, endpoint: Endpoint, response: Response) -> bytes:
         head = b""
-        async for chunk in response.content.iter_any():
+        while chunk := await response.read_any():
             head += chunk
             events = sse.split(head)
             if len(events) > 1 or head.endswith((b"\n\n", b"\r\n\r\n")):
@@ -220,7 +201,7 @@ def _failed_inside_200(endpoint: Endpoint, event: bytes) -> Exception:
     return EngineFailure(endpoint, "stream_error", detail)
 
 
-async def _rejection(endpoint: Endpoint, response: aiohttp.ClientResponse) -> Exception:
+async def _rejection(endpoint: Endpoint, response: Response) -> Exception:
     content = await response.read()
     text = content[:300].decode(errors="replace")
     if response.status in (429, 503):
@@ -231,9 +212,9 @@ async def _rejection(endpoint: Endpoint, response: aiohttp.ClientResponse) -> Ex
 
 
 def make_session(settings: Settings) -> aiohttp.ClientSession:
-    """Return the one session for all engines."""
+    """Return the session for probes, releases and the list of models; they are too rare for connections to be kept."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ttl_dns_cache=30),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.deadlines.connect),
         auto_decompress=False,
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PROBE_SECONDS = 2.0
+_PROBE_SECONDS = 5.0
 # Of a scrape of many hundred lines only these are read; parsing all of it would hold up the streams.
 _SAMPLE = re.compile(
     rb"^(vllm:num_requests_waiting|vllm:kv_cache_usage_perc|process_start_time_seconds|kvops_connector_info)"

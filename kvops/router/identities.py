@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvops.router import bodies, handles
-from kvops.router.engines import Sent
+from kvops.router import bodies, handles, http_client
 from kvops.router.errors import EngineFailure
 from kvops.router.exchange import Attempt
 
@@ -83,7 +82,7 @@ class Identities:
     async def _ask(self, prefill: Endpoint, attempt: Attempt) -> Handle:
         body: dict[str, Any] = {"model": await self._model(prefill, attempt), "prompt": [1]}
         raw = bodies.parse(msgspec.json.encode(body))
-        content = Sent(bodies.encode(bodies.prefill_body(raw, handles.for_prefill(attempt.context))))
+        content = http_client.Body(bodies.encode(bodies.prefill_body(raw, handles.for_prefill(attempt.context))))
         answer = await self._engines.ask(attempt, prefill, content, _WARM_UP_SECONDS, path="/v1/completions")
         return _handle(prefill, answer)
 

@@ -92,8 +92,9 @@ class Endpoint:
         self._on_trial = False
 
     def succeeded(self) -> None:
-        """Note an answer: the engine is up."""
+        """Note an answer: the engine is up, whatever a probe that waited in the same queue says."""
         self._failures = 0
+        self._missed_probes = 0
         self._down_until = None
         self._back_off = _FIRST_BACK_OFF_SECONDS
 

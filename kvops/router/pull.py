@@ -11,8 +11,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvops.router import bodies, handles
-from kvops.router.engines import Sent
+from kvops.router import bodies, handles, http_client
 from kvops.router.errors import EngineFailure
 from kvops.router.relay import relay
 
@@ -78,7 +77,7 @@ class PullMode:
         """Bring the KV of one prompt into D's prefix cache."""
         prefilled = await self.prefill(attempt, body)
         params = handles.for_decode(prefilled.handle, attempt.context)
-        content = Sent(bodies.encode(bodies.prefill_body(body, params)))
+        content = http_client.Body(bodies.encode(bodies.prefill_body(body, params)))
         with self.released_unless_sent(content, prefilled.handle, prefilled.holder, attempt):
             answer = await self._engines.ask(attempt, decode, content, self._deadlines.prefill)
         # A bidirectional D now keeps the blocks for a next turn that this prompt does not have.
@@ -100,7 +99,7 @@ class PullMode:
         leg = bodies.prefill_body(body, params or handles.for_prefill(attempt.context))
         if attempt.exchange.path.endswith("/chat/completions"):
             leg = bodies.with_token_ids(leg)
-        content = Sent(bodies.encode(leg))
+        content = http_client.Body(bodies.encode(leg))
         answer = await engines.ask(attempt, prefill, content, self._deadlines.prefill)
         return _prefilled(answer, prefill)
 
@@ -122,7 +121,7 @@ class PullMode:
         """
         engines, metrics = self._engines, self._engines.metrics
         params = handles.for_decode(prefilled.handle, attempt.context, prefilled.prompt_token_ids)
-        content = Sent(bodies.encode(bodies.decode_body(attempt.exchange.body, params)))
+        content = http_client.Body(bodies.encode(bodies.decode_body(attempt.exchange.body, params)))
         prefilled_at = time.perf_counter()
         with (
             metrics.handed_over(attempt.id),
@@ -137,7 +136,9 @@ class PullMode:
         return relayed
 
     @contextmanager
-    def released_unless_sent(self, content: Sent, handle: Handle, holder: Endpoint, attempt: Attempt) -> Iterator[None]:
+    def released_unless_sent(
+        self, content: http_client.Body, handle: Handle, holder: Endpoint, attempt: Attempt
+    ) -> Iterator[None]:
         """Give blocks back if the block ends before the request that would read them has left."""
         try:
             yield

@@ -10,8 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvops.router import bodies, handles
-from kvops.router.engines import Sent
+from kvops.router import bodies, handles, http_client
 from kvops.router.errors import EngineFailure, Refusal
 from kvops.router.relay import relay
 
@@ -56,7 +55,7 @@ class PushMode:
         began = asyncio.Event()
 
         async def decode_leg() -> web.StreamResponse:
-            content = Sent(bodies.encode(bodies.decode_body(attempt.exchange.body, params)))
+            content = http_client.Body(bodies.encode(bodies.decode_body(attempt.exchange.body, params)))
             async with self._engines.open(attempt, decode, content) as answer:
                 began.set()
                 return (await relay(attempt.exchange, answer, self._deadlines.idle)).response
@@ -67,7 +66,7 @@ class PushMode:
         """Bring the KV of one prompt into D's prefix cache."""
         prefill, identity = await self._choose_prefill(attempt)
         params = handles.for_push_decode(identity, attempt.id, attempt.context)
-        content = Sent(bodies.encode(bodies.prefill_body(body, params)))
+        content = http_client.Body(bodies.encode(bodies.prefill_body(body, params)))
         pair = _Pair(prefill, identity, decode, asyncio.Event())
         await self._tie(attempt, body, pair, self._engines.ask(attempt, decode, content, self._deadlines.prefill))
 
@@ -103,7 +102,7 @@ class PushMode:
 
     async def _prefill_leg(self, attempt: Attempt, body: Body, pair: _Pair) -> None:
         params = handles.for_push_prefill(attempt.id, attempt.context)
-        content = Sent(bodies.encode(bodies.prefill_body(body, params)))
+        content = http_client.Body(bodies.encode(bodies.prefill_body(body, params)))
         answer = await self._engines.ask(attempt, pair.prefill, content, self._deadlines.prefill)
         if self._identities.learn(pair.prefill, answer) != pair.identity:
             raise EngineFailure(pair.prefill, "restarted", "another engine than before answers at its address")

@@ -13,6 +13,7 @@ from aiohttp import web
 from kvops.router import sse
 from kvops.router.bodies import KV_TRANSFER_PARAMS, cut_member
 from kvops.router.errors import error_content
+from kvops.router.http_client import BrokenOffError
 
 if TYPE_CHECKING:
     import msgspec
@@ -52,7 +53,7 @@ async def relay(exchange: Exchange, answer: Answer, idle_seconds: float) -> Rela
 
     Raises:
         ClientGoneError: the client left.
-        aiohttp.ClientError: D broke off before anything was sent to the client.
+        BrokenOffError: D broke off before anything was sent to the client.
     """
     if answer.streams:
         return await _relay_stream(exchange, answer, idle_seconds)
@@ -82,25 +83,28 @@ async def _relay_stream(exchange: Exchange, answer: Answer, idle_seconds: float)
     response.charset = answer.response.charset
     events = sse.Events()
     broken = ""
+    watch = _Watch(exchange, answer, idle_seconds)
     try:
         await response.prepare(exchange.request)
         exchange.record.first_byte_at = time.time()
-        broken = await _pump(answer, events, response, idle_seconds)
+        broken = await _pump(answer, events, response, watch)
         if broken:
             answer.broken = True
             exchange.record.outcome = "broken_off"
-            log.warning("decode engine %s in the middle of a stream: %s", answer.response.url.origin(), broken)
+            log.warning("decode broke off in the middle of the stream of %s: %s", exchange.record.router_id, broken)
             error = error_content("decode_failed", "the decode engine broke off", 502)
             await response.write(b"data: " + error + b"\n\ndata: [DONE]\n\n")
         await response.write_eof()
     except (aiohttp.ClientConnectionResetError, ConnectionError):
         raise ClientGoneError from None
+    finally:
+        watch.end()
     if events.failed:
         exchange.record.outcome = "stream_error"
     return Relayed(response, events.handle, whole=not broken and not events.failed)
 
 
-async def _pump(answer: Answer, events: sse.Events, response: web.StreamResponse, idle_seconds: float) -> str:
+async def _pump(answer: Answer, events: sse.Events, response: web.StreamResponse, watch: _Watch) -> str:
     """Write D's events to the client and return what broke them off, or nothing.
 
     An engine that dies in the middle of a stream has already promised 200, so the client learns of it as vLLM itself
@@ -111,30 +115,42 @@ async def _pump(answer: Answer, events: sse.Events, response: web.StreamResponse
         while chunk:
             if ready := events.feed(chunk):
                 await response.write(ready)
-            chunk = await _next_chunk(answer.response, idle_seconds)
-    except _BrokenOffError as error:
-        return str(error)
-    except sse.EventTooLargeError as error:
+            watch.progress()
+            chunk = await answer.response.read_any()
+            watch.progress()
+    except (BrokenOffError, sse.EventTooLargeError) as error:
         return str(error)
     if rest := events.end():
         await response.write(rest)
     return "" if events.done else "it ended without [DONE]"
 
 
-class _BrokenOffError(Exception):
-    """D's stream ended in the middle."""
+class _Watch:
+    """Ends a stream in which nothing has moved for a while: fails D's answer, or lets a client go that reads nothing.
 
-
-async def _next_chunk(response: aiohttp.ClientResponse, idle_seconds: float) -> bytes:
-    """Return what has arrived of D's body, nothing at its end.
-
-    Raises:
-        _BrokenOffError: D broke off or sent nothing for ``idle_seconds``.
+    One timer a stream, for a deadline on every chunk would cost as much as passing the chunk on.
     """
-    try:
-        async with asyncio.timeout(idle_seconds):
-            return await response.content.readany()
-    except TimeoutError:
-        raise _BrokenOffError(f"it sent nothing for {idle_seconds:g} s") from None
-    except (aiohttp.ClientError, ConnectionError) as error:
-        raise _BrokenOffError(f"{type(error).__name__} {error}") from None
+
+    def __init__(self, exchange: Exchange, answer: Answer, idle_seconds: float) -> None:
+        """Begin to watch."""
+        self._exchange, self._answer, self._idle_seconds = exchange, answer, idle_seconds
+        self._loop = asyncio.get_running_loop()
+        self._moved_at = self._loop.time()
+        self._timer = self._loop.call_later(idle_seconds, self._look)
+
+    def progress(self) -> None:
+        """Note that something has moved."""
+        self._moved_at = self._loop.time()
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self._moved_at + self._idle_seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        elif self._answer.response.is_awaited:
+            self._answer.response.fail(BrokenOffError(f"it sent nothing for {self._idle_seconds:g} s"))
+        elif self._exchange.request.transport is not None:
+            self._exchange.request.transport.abort()

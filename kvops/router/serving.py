@@ -6,8 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from kvops.router import bodies
-from kvops.router.engines import Sent
+from kvops.router import bodies, http_client
 from kvops.router.errors import EngineFailure, Refusal
 from kvops.router.exchange import Attempt
 from kvops.router.relay import relay
@@ -82,7 +81,7 @@ async def _decode_engine(attempt: Attempt, engines: Engines) -> Endpoint:
 
 async def _decode_alone(attempt: Attempt, engines: Engines, decode: Endpoint) -> web.StreamResponse:
     """Serve from D, without a handle: from its prefix cache, or by its own prefill."""
-    content = Sent(bodies.encode(attempt.exchange.body))
+    content = http_client.Body(bodies.encode(attempt.exchange.body))
     async with engines.open(attempt, decode, content) as answer:
         return (await relay(attempt.exchange, answer, engines.settings.deadlines.idle)).response
 

@@ -98,6 +98,14 @@ def test_two_missed_probes_are_enough_and_a_good_one_lets_a_request_try() -> Non
     assert endpoint.state == "half_open"
 
 
+def test_missed_probes_do_not_count_while_requests_are_answered() -> None:
+    endpoint = Endpoint("decode", "http://10.0.0.1:8000")
+    for _ in range(3):
+        endpoint.probed(alive=False)
+        endpoint.succeeded()
+    assert endpoint.state == "up"
+
+
 def test_no_engine_at_all_is_a_503() -> None:
     pool = make_pool(1)
     pool.endpoints[0].draining = True
