@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvops.router import bodies, handles, http_client
@@ -30,6 +32,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+# The instrumented connectors' gauge; without it nothing is known of an answer that does not stream.
+_WAITING_FOR_KV = re.compile(
+    rb'^kvops_oldest_waiting_kv_age_seconds\{[^}\n]*direction="p_to_d"[^}\n]*\} (\S+)', re.MULTILINE
+)
+_SCRAPE_SECONDS = 10.0
+_LOOK_AGAIN_SECONDS = 5.0
+# Between sending a request and decode's taking it in for KV lies its queue, and the scrape takes a moment.
+_SAME_WAIT_SECONDS = 5.0
 
 
 class PushMode:
@@ -121,6 +131,7 @@ class PushMode:
                 return
             raise failure
         if not attempt.exchange.streams:
+            await self._watch_whole_answer(attempt, pair, decode_task)
             return
         began = asyncio.get_running_loop().create_task(pair.began.wait())
         done, _ = await asyncio.wait(
@@ -128,8 +139,32 @@ class PushMode:
         )
         began.cancel()
         if not done:
-            detail = f"no first token {self._deadlines.kv_wait:g} s after prefill was done"
-            raise EngineFailure(pair.decode, "kv_wait", detail, 504)
+            raise self._no_kv(pair)
+
+    async def _watch_whole_answer(self, attempt: Attempt, pair: _Pair, decode_task: asyncio.Task[Any]) -> None:
+        """Return once D has answered, or has its KV and only decodes.
+
+        An answer that does not stream tells nothing before its end. But D says for how long its oldest request has
+        been waiting for KV, and that one is this request when it has been waiting since this request was sent.
+
+        Raises:
+            EngineFailure: the KV does not come.
+        """
+        leg = next(leg for leg in attempt.exchange.record.legs if (leg.id, leg.role) == (attempt.id, "decode"))
+        wait_seconds = self._deadlines.kv_wait
+        while not (await asyncio.wait({decode_task}, timeout=wait_seconds))[0]:
+            scrape = await self._engines.get(attempt, pair.decode, "/metrics", _SCRAPE_SECONDS)
+            waiting = _WAITING_FOR_KV.search(scrape)
+            younger = time.time() - leg.started_at - float(waiting[1]) if waiting else float("inf")
+            if abs(younger) <= _SAME_WAIT_SECONDS:
+                raise self._no_kv(pair)
+            if younger > 0:
+                return
+            wait_seconds = _LOOK_AGAIN_SECONDS
+
+    def _no_kv(self, pair: _Pair) -> EngineFailure:
+        detail = f"no KV {self._deadlines.kv_wait:g} s after prefill was done"
+        return EngineFailure(pair.decode, "kv_wait", detail, 504)
 
 
 class _Pair:

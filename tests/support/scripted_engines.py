@@ -80,6 +80,7 @@ class FakeEngine:
         self.tokens = [" to", " be", " or", ' "kv_transfer_params":', " not"]
         self.healthy = True
         self.started_at = 1000.0
+        self.oldest_wait_seconds = 0.0
         self.transfer_mode = "push" if fleet.mode == "push" else "pull"
         self.side_channel_host = "127.0.0.1"
         self._count = 0
@@ -252,6 +253,8 @@ class FakeEngine:
                 f"process_start_time_seconds {self.started_at}\n"
                 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 0.0\n'
                 'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25\n'
+                'kvops_oldest_waiting_kv_age_seconds{direction="p_to_d",engine="0"} '
+                f"{self.oldest_wait_seconds}\n"
                 f'kvops_connector_info{{bidirectional="{str(self.fleet.mode == "bidirectional").lower()}"}} 1.0\n'
             )
         )

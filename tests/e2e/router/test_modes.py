@@ -13,7 +13,7 @@ import pytest
 from kvops.launch.canary import make_prompt
 from real_fleet import CHAT, COMPLETIONS, Fleet, Up, delta_of, text_of, texts_of, write
 
-LEASE_SECONDS = 20
+LEASE_SECONDS = 60
 DECODER_TTL_SECONDS = 45
 CONFIG = f"kv: {{lease: {LEASE_SECONDS}, decoder_ttl: {DECODER_TTL_SECONDS}}}\n"
 REQUESTS = 200

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kvops.router import push
 from kvops.router.settings import Deadlines
 from scripted_engines import wait_until
 
@@ -86,6 +87,23 @@ async def test_kv_that_never_comes_ends_the_request(start):
     async with setup.ask(stream=True) as answer:
         assert answer.status == 504
     await wait_until(lambda: [call.ended for call in setup.decode[0].calls] == ["aborted", "aborted"])
+
+
+async def test_a_whole_answer_whose_kv_never_comes_is_not_waited_for(start):
+    setup = await start("push", deadlines=Deadlines(kv_wait=0.2))
+    setup.decode[0].script.extend(["hang", "hang"])
+    setup.decode[0].oldest_wait_seconds = 0.2
+    async with setup.ask() as answer:
+        assert answer.status == 504
+    await wait_until(lambda: [call.ended for call in setup.decode[0].calls] == ["aborted", "aborted"])
+
+
+async def test_a_whole_answer_that_takes_long_is_waited_for_when_its_kv_is_there(start, monkeypatch):
+    monkeypatch.setattr(push, "_SAME_WAIT_SECONDS", 0.05)
+    setup = await start("push", deadlines=Deadlines(kv_wait=0.2))
+    setup.decode[0].script.append("sleep:0.6")
+    async with setup.ask() as answer:
+        assert answer.status == 200
 
 
 async def test_prefill_is_left_to_write_when_the_client_leaves(start):
