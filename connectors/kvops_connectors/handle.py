@@ -13,12 +13,13 @@ from typing import Any
 
 from kvops_connectors import prefix
 from kvops_connectors.journal import text
-from kvops_connectors.worker import EXPIRY_MARGIN_SECONDS
 
 # The one key that kvops adds to kv_transfer_params. From an engine to the router: prefix, ttl_seconds, expires_at. From
 # the router to an engine: router_id, conversation, turn, attempt.
 KEY = "kvops"
 MOST_BLOCKS = 4_000_000
+# vLLM's own slack before the end of decode's TTL (_KV_BLOCKS_EXPIRY_SAFETY_MARGIN in nixl/pull_worker.py).
+EXPIRY_MARGIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,20 @@ def read(params: dict[str, Any], push: bool) -> Handle | None:
     )
 
 
-def drop(params: dict[str, Any]) -> None:
-    """Take a load request out of the params; the request computes its own tokens."""
-    params["do_remote_prefill"] = False
+def drop_load(params: dict[str, Any]) -> None:
+    """Make a decode request one that computes its own prompt.
+
+    Nothing may be left in the params: of a request that has some and loads nothing, a bidirectional decode engine holds
+    the blocks and never gives them up, because it did not see the request in a batch.
+    """
+    params.clear()
+
+
+def drop_readback(params: dict[str, Any]) -> None:
+    """Take the peer's offer out of a prefill request.
+
+    Without block ids vLLM neither reads nor sends a notice, which after expiry would look like a late read.
+    """
     params["remote_block_ids"] = None
 
 

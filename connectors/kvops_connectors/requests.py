@@ -130,6 +130,15 @@ class OpenRequest:
         return self.loading > 0 and self.loaded is None
 
     @property
+    def is_clean_up(self) -> bool:
+        """Return whether vLLM made it up.
+
+        For a request that its front end rejects, vLLM aborts one of one token with the same params, only to free the
+        blocks on prefill (EngineCoreRequest.abort_immediately).
+        """
+        return self.prompt == 1 and self.allocated is None and self.status == "FINISHED_ABORTED"
+
+    @property
     def ids(self) -> RequestIds:
         """Return its ids for the journal."""
         said = self.context

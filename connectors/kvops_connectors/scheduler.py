@@ -9,9 +9,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvops_connectors import events, handle, prefix
+from kvops_connectors.arrivals import Arrivals, conditions
 from kvops_connectors.bounded import Bounded
 from kvops_connectors.guard import Guard
-from kvops_connectors.journal import Engine, Hold, HoldEnd, Line, Push, Record, Times, Writer
+from kvops_connectors.holds import Holds
+from kvops_connectors.journal import Engine, Hold, Line, Push, Record, Times, Writer
 from kvops_connectors.requests import OpenHold, OpenRequest
 from kvops_connectors.samples import Samples
 
@@ -20,12 +22,9 @@ if TYPE_CHECKING:
 
     from kvops_connectors.settings import Settings
 
-# Requests and holds that are followed at once; the oldest give way, counted in kvops_journal_dropped_total.
+# Requests that are followed at once; the oldest give way, counted in kvops_journal_dropped_total.
 TRACKED = 50_000
 AGES_INTERVAL_SECONDS = 1.0
-# A hold that ends this close to its deadline has expired: ranks check their deadlines once a step.
-DEADLINE_SLACK_SECONDS = 0.05
-HOLDERS = ("prefill", "decode")
 DIRECTIONS = ("p_to_d", "d_to_p")
 
 
@@ -63,17 +62,13 @@ class SchedulerInstrument:
         self._open: Bounded[str, OpenRequest] = Bounded(TRACKED)
         self._waiting: dict[str, OpenRequest] = {}
         self._closing: list[OpenRequest] = []
-        self._holds: Bounded[str, OpenHold] = Bounded(TRACKED)
-        self._held_requests = dict.fromkeys(HOLDERS, 0)
-        self._held_blocks = dict.fromkeys(HOLDERS, 0)
-        self._ended_holds: Bounded[str, str] = Bounded(10_000)
+        self._holds = Holds(engine, mode, backend, self.samples)
         self._inflight: dict[tuple[int, int], tuple[str, float]] = {}
         self._peers: set[str] = set()
         self._levels = (0, 0, 0)
         self._ages_due = 0.0
         self._reported = dict.fromkeys(("written", "queue_full", "write_error", "too_many_open"), 0)
-        # With a host buffer vLLM offers the remote tokens and starts no read, as without the option.
-        self._reads_back = mode == "bidirectional" and not getattr(scheduler, "use_host_buffer", False)
+        self._arrivals = Arrivals(scheduler, mode, engine.role, settings, self.samples)
         self.samples.level("kvops_kv_blocks", total_blocks)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Posted: self._posted,
@@ -82,8 +77,8 @@ class SchedulerInstrument:
             events.Handshake: self._handshake,
             events.LoadFailed: self._load_failed,
             events.ReadbackLost: self._readback_lost,
-            events.PeerDone: self._peer_done,
-            events.LateNotice: self._late_notice,
+            events.PeerDone: self._holds.peer_done,
+            events.LateNotice: self._holds.late_notice,
             events.PushMet: self._push_met,
             events.RegistrationSent: self._registration_sent,
             events.RegistrationLost: self._registration_lost,
@@ -91,86 +86,12 @@ class SchedulerInstrument:
             events.Errors: self._rank_errors,
         }
 
-    # Arrival: read the params, mend them before vLLM sees them.
-
     def arrived(self, request: Any) -> None:
         """Begin to follow a request; called before vLLM's on_new_request."""
         followed = OpenRequest(request.request_id, "plain", time.time(), time.perf_counter())
         self._open[request.request_id] = followed
-        params = request.kv_transfer_params
         followed.prompt = request.num_prompt_tokens
-        if not isinstance(params, dict) or not params:
-            followed.expects_handle = self._engine.role == "decode"
-            return
-        followed.context = handle.context(params)
-        if params.get("do_remote_decode"):
-            followed.acts_as = "prefill"
-            self._readback_arrived(followed, request, params)
-        else:
-            followed.acts_as = "decode"
-            self._load_arrived(followed, params)
-
-    def _load_arrived(self, followed: OpenRequest, params: dict[str, Any]) -> None:
-        followed.expects_handle = True
-        if not params.get("do_remote_prefill"):
-            return
-        followed.handle = handle.read(params, push=self._mode == "push")
-        if followed.handle is None or not self._covers(followed.handle, followed.prompt):
-            followed.handle = None
-            if self._settings.valid_handle:
-                handle.drop(params)
-                self._mended(followed, "valid_handle")
-                return
-        followed.direction = "p_to_d"
-        followed.offered = followed.usable = followed.prompt
-
-    def _covers(self, offer: handle.Handle, prompt: int) -> bool:
-        """Return whether prefill computed as many tokens as decode is going to load; vLLM asserts it in the worker."""
-        needed = getattr(self._scheduler, "_get_remote_prefill_token_count", lambda tokens: tokens)(prompt)
-        return self._mode == "push" or not offer.tokens or offer.tokens >= needed
-
-    def _readback_arrived(self, followed: OpenRequest, request: Any, params: dict[str, Any]) -> None:
-        followed.expects_handle = self._reads_back and (followed.context.turn or 1) > 1
-        if not params.get("remote_block_ids"):
-            return
-        offer = followed.handle = handle.read(params, push=False)
-        if offer is None:
-            if self._settings.valid_handle:
-                handle.drop(params)
-                self._mended(followed, "valid_handle")
-            return
-        followed.direction = "d_to_p"
-        followed.offered = followed.usable = offer.tokens
-        if offer.expires_at is not None and offer.ttl_seconds is not None:
-            age = time.time() - (offer.expires_at - offer.ttl_seconds)
-            self.samples.observe("kvops_readback_age_seconds", age, request_id=followed.id)
-        if not self._reads_back:
-            self._decline(followed, params, "no_handle", "single_load", on=self._settings.single_load)
-        elif offer.expired:
-            self._decline(followed, params, "ttl_expired", "expired_readback", on=self._settings.expired_readback)
-        elif offer.prefix is not None and self._settings.token_truth:
-            self._compare(followed, request, params, offer)
-
-    def _decline(self, followed: OpenRequest, params: dict[str, Any], reason: str, mend: str, on: bool) -> None:
-        if on:
-            followed.declined = reason
-            # Without block ids vLLM neither reads nor sends a notice, which after expiry would look like a late read.
-            handle.drop(params)
-            self._mended(followed, mend)
-
-    def _compare(self, followed: OpenRequest, request: Any, params: dict[str, Any], offer: handle.Handle) -> None:
-        assert offer.prefix is not None  # noqa: S101
-        tokens = request.prompt_token_ids
-        same_length = offer.prefix.tokens == offer.tokens
-        matched = prefix.matched_tokens(offer.prefix, tokens, *_conditions(request)) if tokens and same_length else 0
-        followed.matched = matched
-        if matched < offer.tokens:
-            followed.usable = handle.cut(params, offer, matched)
-            self._mended(followed, "token_truth")
-
-    def _mended(self, followed: OpenRequest, mend: str) -> None:
-        followed.mended.append(mend)
-        self.samples.count("kvops_mends_total", 1, mend)
+        self._arrivals.read(followed, request)
 
     # Scheduling: how many tokens come from where.
 
@@ -249,10 +170,13 @@ class SchedulerInstrument:
         """Take in the ranks' events and the ends of loads and holds; called before vLLM's update_connector_output."""
         for event in rank_events:
             self._handlers[type(event)](event)
+        for request_id in getattr(output, "failed_recving", ()):
+            self._load_failed(events.LoadFailed(request_id, "unknown"))
         for request_id in output.finished_recving or ():
             self._load_over(request_id)
         for request_id in output.finished_sending or ():
-            self._hold_over(request_id)
+            if (line := self._holds.end(request_id)) is not None:
+                self._write(line)
 
     def _load_over(self, request_id: str) -> None:
         followed = self._open.get(request_id)
@@ -327,17 +251,7 @@ class SchedulerInstrument:
         followed = self._open.get(event.request_id)
         if followed is not None:
             followed.failed = followed.failed or "unknown"
-            self._mended(followed, "expired_readback")
-
-    def _peer_done(self, event: events.PeerDone) -> None:
-        hold = self._holds.get(event.request_id)
-        if hold is not None:
-            known = [left for left in (hold.ttl_left_seconds, event.ttl_left_seconds) if left is not None]
-            hold.peer_done, hold.ttl_left_seconds = True, min(known, default=None)
-
-    def _late_notice(self, event: events.LateNotice) -> None:
-        holder = self._ended_holds.get(event.request_id, "unknown")
-        self.samples.count("kvops_reads_after_expiry_total", 1, holder, request_id=event.request_id)
+            self._arrivals.mended(followed, "expired_readback")
 
     def _push_met(self, event: events.PushMet) -> None:
         hold = self._holds.get(event.request_id)
@@ -363,7 +277,7 @@ class SchedulerInstrument:
         if followed is not None and followed.failed is None:
             followed.failed = "push_timeout"
             self.samples.count("kvops_push_registrations_total", 1, "timed_out")
-            self._mended(followed, "push_timeout")
+            self._arrivals.mended(followed, "push_timeout")
 
     def _rank_levels(self, event: events.Levels) -> None:
         self.samples.level("kvops_remote_engines", event.remote_engines)
@@ -409,10 +323,7 @@ class SchedulerInstrument:
         hold = OpenHold(followed.ids, holder, blocks, now, deadline - now)
         if self._mode == "push":
             hold.push = Push(prefill_done_at=time.time())
-        self._holds[followed.id] = hold
-        self._held_requests[holder] += 1
-        self._held_blocks[holder] += blocks
-        self.samples.count("kvops_holds_total", 1, holder)
+        self._holds.grant(hold)
 
     def _complete_handle(self, request: Any, params: dict[str, Any]) -> None:
         hold = self._holds[request.request_id]
@@ -420,7 +331,7 @@ class SchedulerInstrument:
         tokens = params.get("remote_num_tokens")
         if params.get("do_remote_decode") and self._settings.token_truth and tokens and request.prompt_token_ids:
             known = request.all_token_ids[:tokens]
-            ours["prefix"] = prefix.of_tokens(known, self._block_tokens, *_conditions(request)).wire()
+            ours["prefix"] = prefix.of_tokens(known, self._block_tokens, *conditions(request)).wire()
         params[handle.KEY] = ours
 
     def _close(self, followed: OpenRequest) -> None:
@@ -428,26 +339,6 @@ class SchedulerInstrument:
         if self._open.pop(followed.id, None) is not None:
             # The ranks' events of this very step come after vLLM has ended the request.
             self._closing.append(followed)
-
-    def _hold_over(self, request_id: str) -> None:
-        hold = self._holds.pop(request_id, None)
-        if hold is None:
-            return
-        self._held_requests[hold.holder] -= 1
-        self._held_blocks[hold.holder] -= hold.blocks
-        held = time.perf_counter() - hold.began
-        left = hold.ttl_left_seconds if hold.ttl_left_seconds is not None else hold.ttl_seconds - held
-        ended_by = "read" if hold.peer_done else "released"
-        if not hold.peer_done and held >= hold.ttl_seconds - DEADLINE_SLACK_SECONDS:
-            ended_by, left = "expired", 0.0
-        self._ended_holds[request_id] = hold.holder
-        self.samples.count("kvops_holds_ended_total", 1, hold.holder, ended_by)
-        self.samples.count("kvops_held_block_seconds_total", hold.blocks * held, hold.holder, ended_by)
-        if ended_by == "read":
-            self.samples.observe("kvops_hold_headroom_seconds", left, hold.holder, request_id=request_id)
-        moved = hold.moves.struct(self._backend) if hold.moves.transfers else None
-        entry = Hold(hold.holder, hold.blocks, hold.ttl_seconds, left, held, ended_by)
-        self._write(HoldEnd(time.time(), self._engine, hold.ids, self._mode, entry, moved, hold.push, hold.failed))
 
     def _write(self, line: Line) -> None:
         if self._writer is not None:
@@ -461,6 +352,8 @@ class SchedulerInstrument:
         if self._closing:
             closing, self._closing = self._closing, []
             for followed in closing:
+                if followed.is_clean_up:
+                    continue
                 self._count_request(followed)
                 self._write(self._record(followed))
         self._set_levels()
@@ -544,9 +437,7 @@ class SchedulerInstrument:
         self._report_ages(now)
 
     def _report_levels(self) -> None:
-        for holder in HOLDERS:
-            self.samples.level("kvops_held_requests", self._held_requests[holder], holder)
-            self.samples.level("kvops_held_blocks", self._held_blocks[holder], holder)
+        self._holds.report()
         for direction in DIRECTIONS:
             waiting = sum(1 for one in self._waiting.values() if one.direction == direction)
             self.samples.level("kvops_requests_waiting_kv", waiting, direction)
@@ -577,17 +468,6 @@ class SchedulerInstrument:
         self.step_over()
         if self._writer is not None:
             self._writer.close()
-
-
-def _conditions(request: Any) -> tuple[str, list[prefix.Extra]]:
-    """Return what the KV of a request depends on besides its tokens: adapter, cache salt, spans of images."""
-    adapter = getattr(request, "lora_request", None)
-    salt = f"{getattr(adapter, 'lora_name', '')}/{getattr(request, 'cache_salt', None) or ''}"
-    extras = []
-    for feature in getattr(request, "mm_features", None) or ():
-        start = feature.mm_position.offset
-        extras.append(prefix.Extra(start, start + feature.mm_position.length, str(feature.identifier)))
-    return salt, extras
 
 
 def _unix(followed: OpenRequest, moment: float | None) -> float | None:

@@ -29,6 +29,7 @@ from kvops_connectors.events import (
     RegistrationSent,
 )
 from kvops_connectors.guard import Guard
+from kvops_connectors.handle import EXPIRY_MARGIN_SECONDS
 from kvops_connectors.tap import AgentTap
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 # Requests that a rank keeps track of; more than any engine runs at once.
 TRACKED = 10_000
-# vLLM's own slack before the end of decode's TTL (_KV_BLOCKS_EXPIRY_SAFETY_MARGIN in nixl/pull_worker.py).
-EXPIRY_MARGIN_SECONDS = 5.0
 LEVELS_INTERVAL_SECONDS = 1.0
 
 

@@ -18,6 +18,9 @@ VERBS = {
     "down": "Stop a fleet and everything it started.",
     "status": "Show the processes of a fleet and their state.",
     "logs": "Show what the processes of a fleet wrote.",
+    "top": "Watch the engines of a fleet: requests, KV cache, where tokens come from, waits.",
+    "trace": "Show what happened to a request on the router, on prefill and on decode.",
+    "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 

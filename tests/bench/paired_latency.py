@@ -126,11 +126,16 @@ def body_of(options: argparse.Namespace, prompt: list[int], *, max_tokens: int) 
 async def run_round(client: aiohttp.ClientSession, pair: Pair, options: argparse.Namespace, seed: int) -> list[Sample]:
     """Return the samples of one round; both pairs get the same prompts at the same times."""
     source = random.Random(seed)
+    low, high = options.token_range
+    # Made beforehand: it takes milliseconds a prompt, which would delay the tokens of requests under way.
+    prompts = [
+        [low + int(source.random() * (high - low)) for _ in range(options.input_tokens)]
+        for _ in range(max(1, round(options.rate * options.seconds)))
+    ]
     tasks = []
     begin = time.perf_counter()
-    for number in range(max(1, round(options.rate * options.seconds))):
+    for number, prompt in enumerate(prompts):
         await asyncio.sleep(max(0.0, begin + number / options.rate - time.perf_counter()))
-        prompt = [source.randrange(*options.token_range) for _ in range(options.input_tokens)]
         tasks.append(asyncio.create_task(measure(client, pair, options, prompt)))
     return list(await asyncio.gather(*tasks))
 

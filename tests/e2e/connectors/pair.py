@@ -197,7 +197,8 @@ class Engine:
         return self.metrics().total("vllm:kv_cache_usage_perc")
 
     def reset_prefix_cache(self) -> None:
-        assert self.call("POST", "/reset_prefix_cache")[0] == 200
+        """Empty the prefix cache; vLLM refuses as long as any block is in use or held."""
+        assert eventually(lambda: '"success":true' in self.call("POST", "/reset_prefix_cache")[1], 30)
 
 
 class Metrics:
@@ -289,9 +290,10 @@ def complete(
 
 
 def alone(engine: Engine, prompt: list[int], max_tokens: int = 8) -> list[int]:
-    """Return the answer of one engine that computes everything itself."""
-    engine.reset_prefix_cache()
-    return complete(engine, prompt, uuid.uuid4().hex, None, max_tokens).token_ids
+    """Return the answer of one engine that computes everything itself: nothing is cached under a new salt."""
+    body = completion(prompt, None, max_tokens, return_token_ids=True, cache_salt=uuid.uuid4().hex)
+    token_ids: list[int] = json.loads(engine.call("POST", "/v1/completions", body)[1])["choices"][0]["token_ids"]
+    return token_ids
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -301,7 +303,10 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    """Return a prompt of printable bytes that shares no whole block with that of another seed."""
-    draw = random.Random(seed)
+_DRAW = random.Random(20)
+
+
+def tokens(count: int, seed: int | None = None) -> list[int]:
+    """Return a prompt of printable bytes; without a seed, one that no earlier one shares a block with."""
+    draw = _DRAW if seed is None else random.Random(seed)
     return [draw.randrange(33, 123) for _ in range(count)]

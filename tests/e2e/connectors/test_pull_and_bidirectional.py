@@ -46,14 +46,6 @@ def pair(fleet: Fleet) -> Pair:
     return Pair(fleet["prefill"], fleet["decode"])
 
 
-@pytest.fixture
-def fresh(pair: Pair) -> Pair:
-    """A pair that finds nothing in its prefix caches."""
-    pair.prefill.reset_prefix_cache()
-    pair.decode.reset_prefix_cache()
-    return pair
-
-
 def history(prompt: list[int], answer: Answer) -> list[int]:
     return [*prompt, *answer.token_ids]
 
@@ -77,9 +69,9 @@ def missing(struct: Any, path: str = "") -> list[str]:
 # A first turn: pull from prefill to decode.
 
 
-def test_a_first_turn_leaves_a_whole_record_on_both_sides(fresh: Pair):
-    answer = fresh.turn(tokens(200, 1))
-    done, loaded = fresh.prefill.record(answer.id), fresh.decode.record(answer.id)
+def test_a_first_turn_leaves_a_whole_record_on_both_sides(pair: Pair):
+    answer = pair.turn(tokens(200))
+    done, loaded = pair.prefill.record(answer.id), pair.decode.record(answer.id)
     # Prefill loads nothing in a first turn; a hold that lasts has no end yet; push has no part in it.
     idle = {"request.remote_id", "tokens.matched", "times.loaded", "direction", "transfer", "push", "error"}
     lasting = {"hold.ttl_left_seconds", "hold.held_seconds", "hold.ended_by"}
@@ -91,101 +83,101 @@ def test_a_first_turn_leaves_a_whole_record_on_both_sides(fresh: Pair):
     assert loaded.transfer.peer_engine == done.engine.engine_id
 
 
-def test_a_first_turn_computes_on_prefill_and_loads_on_decode(fresh: Pair):
-    answer = fresh.turn(tokens(200, 2))
-    assert fresh.prefill.record(answer.id).tokens.recomputed == {"new_tokens": 200}
-    loaded = fresh.decode.record(answer.id).tokens
+def test_a_first_turn_computes_on_prefill_and_loads_on_decode(pair: Pair):
+    answer = pair.turn(tokens(200))
+    assert pair.prefill.record(answer.id).tokens.recomputed == {"new_tokens": 200}
+    loaded = pair.decode.record(answer.id).tokens
     assert (loaded.local_hit, loaded.remote, loaded.recomputed, loaded.generated) == (0, 199, {"last_token": 1}, 8)
 
 
 @pytest.mark.parametrize("count", [33, 200, 1000])
-def test_the_bytes_are_those_of_the_models_shape(fresh: Pair, count: int):
-    answer = fresh.turn(tokens(count, count))
-    moved = fresh.decode.record(answer.id).transfer
+def test_the_bytes_are_those_of_the_models_shape(pair: Pair, count: int):
+    answer = pair.turn(tokens(count))
+    moved = pair.decode.record(answer.id).transfer
     assert (moved.bytes, moved.transfers, moved.ranks) == (blocks(count) * BLOCK_BYTES, 1, 1)
 
 
-def test_a_hit_in_decodes_prefix_cache_is_not_loaded_again(fresh: Pair):
-    prompt = tokens(300, 3)
-    fresh.turn(prompt[:160])
-    answer = fresh.turn(prompt)
-    record = fresh.decode.record(answer.id)
+def test_a_hit_in_decodes_prefix_cache_is_not_loaded_again(pair: Pair):
+    prompt = tokens(300)
+    pair.turn(prompt[:160])
+    answer = pair.turn(prompt)
+    record = pair.decode.record(answer.id)
     assert (record.tokens.local_hit, record.tokens.remote) == (160, 139)
     assert record.transfer.bytes == (blocks(300) - 5) * BLOCK_BYTES
 
 
-def test_a_hold_on_prefill_ends_with_the_read(fresh: Pair):
-    answer = fresh.turn(tokens(200, 4))
-    end = fresh.prefill.hold_end(answer.id)
+def test_a_hold_on_prefill_ends_with_the_read(pair: Pair):
+    answer = pair.turn(tokens(200))
+    end = pair.prefill.hold_end(answer.id)
     assert (end.hold.holder, end.hold.ended_by, end.hold.blocks) == ("prefill", "read", 7)
     assert 0 < end.hold.ttl_left_seconds < end.hold.ttl_granted_seconds
 
 
-def test_a_hold_on_prefill_that_nobody_reads_expires(fresh: Pair):
-    first = fresh.prefill_leg(tokens(100, 5))
-    end = fresh.prefill.hold_end(first.id, 30)
+def test_a_hold_on_prefill_that_nobody_reads_expires(pair: Pair):
+    first = pair.prefill_leg(tokens(100))
+    end = pair.prefill.hold_end(first.id, 30)
     assert (end.hold.ended_by, end.hold.ttl_left_seconds) == ("expired", 0)
 
 
-def test_a_request_without_params_is_recorded_too(fresh: Pair):
+def test_a_request_without_params_is_recorded_too(pair: Pair):
     request_id = uuid.uuid4().hex
-    complete(fresh.decode, tokens(100, 6), request_id, None, 4)
-    record = fresh.decode.record(request_id)
+    complete(pair.decode, tokens(100), request_id, None, 4)
+    record = pair.decode.record(request_id)
     assert (record.outcome, record.direction, record.tokens.recomputed) == ("ok", None, {"new_tokens": 100})
 
 
 # Later turns: prefill reads decode's blocks back.
 
 
-def test_a_second_turn_reads_the_history_back_and_computes_only_what_is_new(fresh: Pair):
-    prompt = tokens(200, 10)
-    first = fresh.turn(prompt)
-    fresh.prefill.reset_prefix_cache()
-    second = fresh.turn([*history(prompt, first), *tokens(40, 11)], first.handle, turn=2)
-    record = fresh.prefill.record(second.id)
+def test_a_second_turn_reads_the_history_back_and_computes_only_what_is_new(pair: Pair):
+    prompt = tokens(200)
+    first = pair.turn(prompt)
+    pair.prefill.reset_prefix_cache()
+    second = pair.turn([*history(prompt, first), *tokens(40)], first.handle, turn=2)
+    record = pair.prefill.record(second.id)
     assert (record.direction, record.outcome, record.tokens.matched) == ("d_to_p", "ok", 207)
     assert (record.tokens.remote, record.tokens.recomputed) == (207, {"new_tokens": 41})
     assert record.transfer.bytes == blocks(207) * BLOCK_BYTES
     assert TTL_SECONDS > record.transfer.ttl_left_seconds > MARGIN_SECONDS
-    end = fresh.decode.hold_end(first.id)
+    end = pair.decode.hold_end(first.id)
     assert (end.hold.holder, end.hold.ended_by) == ("decode", "read")
 
 
-def test_what_prefill_still_has_is_not_read_back(fresh: Pair):
-    prompt = tokens(200, 12)
-    first = fresh.turn(prompt, max_tokens=100)
-    second = fresh.turn([*history(prompt, first), *tokens(40, 13)], first.handle, turn=2)
-    record = fresh.prefill.record(second.id)
+def test_what_prefill_still_has_is_not_read_back(pair: Pair):
+    prompt = tokens(200)
+    first = pair.turn(prompt, max_tokens=100)
+    second = pair.turn([*history(prompt, first), *tokens(40)], first.handle, turn=2)
+    record = pair.prefill.record(second.id)
     assert (record.tokens.local_hit, record.tokens.remote) == (192, 299 - 192)
     assert record.transfer.bytes == (blocks(299) - 6) * BLOCK_BYTES
 
 
-def test_fewer_tokens_than_the_threshold_are_computed_and_decode_is_told(fresh: Pair):
-    prompt = tokens(200, 14)
-    first = fresh.turn(prompt)
-    second = fresh.turn([*history(prompt, first), *tokens(40, 15)], first.handle, turn=2)
-    record = fresh.prefill.record(second.id)
+def test_fewer_tokens_than_the_threshold_are_computed_and_decode_is_told(pair: Pair):
+    prompt = tokens(200)
+    first = pair.turn(prompt)
+    second = pair.turn([*history(prompt, first), *tokens(40)], first.handle, turn=2)
+    record = pair.prefill.record(second.id)
     assert record.tokens.recomputed == {"below_threshold": 207 - 192, "new_tokens": 41}
-    assert fresh.decode.hold_end(first.id).hold.ended_by == "read"
+    assert pair.decode.hold_end(first.id).hold.ended_by == "read"
 
 
-def test_a_later_turn_without_a_handle_says_so(fresh: Pair):
-    answer = fresh.turn(tokens(100, 16), turn=2)
-    assert fresh.prefill.record(answer.id).tokens.recomputed == {"no_handle": 100}
+def test_a_later_turn_without_a_handle_says_so(pair: Pair):
+    answer = pair.turn(tokens(100), turn=2)
+    assert pair.prefill.record(answer.id).tokens.recomputed == {"no_handle": 100}
 
 
-def test_a_streamed_conversation_reuses_decodes_blocks_in_every_turn_from_the_second(fresh: Pair):
+def test_a_streamed_conversation_reuses_decodes_blocks_in_every_turn_from_the_second(pair: Pair):
     messages: list[dict[str, str]] = []
     handle = None
     for turn in range(1, 6):
-        messages.append({"role": "user", "content": f"{turn} " + bytes(tokens(120, 20 + turn)).decode()})
+        messages.append({"role": "user", "content": f"{turn} " + bytes(tokens(120)).decode()})
         request_id = uuid.uuid4().hex
-        fresh.prefill.reset_prefix_cache()
-        text, handle = streamed_chat_turn(fresh, messages, handle, request_id, turn)
-        record = fresh.prefill.record(request_id)
+        pair.prefill.reset_prefix_cache()
+        text, handle = streamed_chat_turn(pair, messages, handle, request_id, turn)
+        record = pair.prefill.record(request_id)
         assert (record.tokens.remote > 100 * (turn - 1)) == (turn > 1), record
         messages.append({"role": "assistant", "content": text})
-        assert text == chat_alone(fresh.decode, messages[:-1])
+        assert text == chat_alone(pair.decode, messages[:-1])
 
 
 def streamed_chat_turn(
@@ -208,15 +200,15 @@ def streamed_chat_turn(
 
 
 def chat_alone(engine: Engine, messages: list[dict[str, str]]) -> str:
-    engine.reset_prefix_cache()
-    body = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 40}
+    body = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 40, "cache_salt": uuid.uuid4().hex}
     return json.loads(engine.call("POST", "/v1/chat/completions", body)[1])["choices"][0]["message"]["content"]
 
 
-def test_a_streaming_client_gets_no_handle_unless_the_router_asks(fresh: Pair):
-    first = fresh.prefill_leg(tokens(100, 30))
-    body = completion(tokens(100, 30), first.handle, 4, stream=True)
-    _, text = fresh.decode.call("POST", "/v1/completions", body, {"X-Request-Id": first.id})
+def test_a_streaming_client_gets_no_handle_unless_the_router_asks(pair: Pair):
+    prompt = tokens(100)
+    first = pair.prefill_leg(prompt)
+    body = completion(prompt, first.handle, 4, stream=True)
+    _, text = pair.decode.call("POST", "/v1/completions", body, {"X-Request-Id": first.id})
     assert not any("kv_transfer_params" in event for event in events(text))
 
 
@@ -224,48 +216,47 @@ def test_a_streaming_client_gets_no_handle_unless_the_router_asks(fresh: Pair):
 
 
 @pytest.mark.parametrize("edited", [0, 100, 150, 206])
-def test_an_edited_history_is_used_up_to_the_edit_and_never_beyond(fresh: Pair, edited: int):
-    prompt = tokens(200, 40)
-    first = fresh.turn(prompt)
+def test_an_edited_history_is_used_up_to_the_edit_and_never_beyond(pair: Pair, edited: int):
+    prompt = tokens(200)
+    first = pair.turn(prompt)
     changed = history(prompt, first)
     changed[edited] = 35 if changed[edited] != 35 else 36
-    changed += tokens(40, 41)
-    fresh.prefill.reset_prefix_cache()
-    second = fresh.turn(changed, first.handle, turn=2)
-    record = fresh.prefill.record(second.id)
+    changed += tokens(40)
+    pair.prefill.reset_prefix_cache()
+    second = pair.turn(changed, first.handle, turn=2)
+    record = pair.prefill.record(second.id)
     kept = edited // BLOCK_TOKENS * BLOCK_TOKENS
     used = kept if kept >= 64 else 0
     assert (record.tokens.offered, record.tokens.matched, record.tokens.remote) == (207, kept, used)
     assert record.tokens.recomputed["prefix_mismatch"] == 207 - kept
     assert "token_truth" in record.mended
-    assert second.token_ids == alone(fresh.decode, changed)
-    assert fresh.decode.hold_end(first.id).hold.ended_by == "read"
-    assert eventually(lambda: fresh.decode.metrics().total("kvops_held_requests", holder="decode") <= 1)
+    assert second.token_ids == alone(pair.decode, changed)
+    assert pair.decode.hold_end(first.id).hold.ended_by == "read"
+    assert eventually(lambda: pair.decode.metrics().total("kvops_held_requests", holder="decode") <= 1)
 
 
 def test_stock_prefill_takes_an_edited_history_for_its_own(fleet: Fleet):
     pair = Pair(fleet["stock-prefill"], fleet["decode"])
-    prompt = tokens(200, 42)
+    prompt = tokens(200)
     first = pair.turn(prompt)
     changed = history(prompt, first)
     changed[10] = 35 if changed[10] != 35 else 36
-    changed += tokens(40, 43)
+    changed += tokens(40)
     pair.prefill.reset_prefix_cache()
-    pair.decode.reset_prefix_cache()
     assert pair.turn(changed, first.handle, turn=2).token_ids != alone(pair.decode, changed)
 
 
 # Expiry.
 
 
-def test_a_readback_in_time_leaves_no_expiry(fresh: Pair):
-    prompt = tokens(150, 50)
-    first = fresh.turn(prompt)
-    fresh.prefill.reset_prefix_cache()
+def test_a_readback_in_time_leaves_no_expiry(pair: Pair):
+    prompt = tokens(150)
+    first = pair.turn(prompt)
+    pair.prefill.reset_prefix_cache()
     time.sleep(2)
-    second = fresh.turn(history(prompt, first), first.handle, turn=2)
-    assert fresh.prefill.record(second.id).tokens.remote == 156
-    assert fresh.decode.hold_end(first.id).hold.ended_by == "read"
+    second = pair.turn(history(prompt, first), first.handle, turn=2)
+    assert pair.prefill.record(second.id).tokens.remote == 157
+    assert pair.decode.hold_end(first.id).hold.ended_by == "read"
 
 
 def stripped(handle: dict[str, Any]) -> dict[str, Any]:
@@ -274,41 +265,42 @@ def stripped(handle: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("known_to", ["scheduler", "ranks"])
-def test_a_readback_too_late_is_computed(fresh: Pair, known_to: str):
-    prompt = tokens(150, 51)
-    first = fresh.turn(prompt)
+def test_a_readback_too_late_is_computed(pair: Pair, known_to: str):
+    prompt = tokens(150)
+    first = pair.turn(prompt)
     handle = first.handle if known_to == "scheduler" else stripped(first.handle)
-    fresh.prefill.reset_prefix_cache()
+    pair.prefill.reset_prefix_cache()
     time.sleep(TTL_SECONDS - MARGIN_SECONDS + 1)
-    second = fresh.turn([*history(prompt, first), *tokens(40, 52)], handle, turn=2)
-    record = fresh.prefill.record(second.id)
+    longer = [*history(prompt, first), *tokens(40)]
+    second = pair.turn(longer, handle, turn=2)
+    record = pair.prefill.record(second.id)
     assert (record.outcome, record.error) == ("recomputed", "ttl_expired")
     assert record.tokens.recomputed == {"ttl_expired": 157, "new_tokens": 41}
     assert "expired_readback" in record.mended
-    assert second.token_ids == alone(fresh.decode, [*history(prompt, first), *tokens(40, 52)])
-    assert fresh.decode.hold_end(first.id, TTL_SECONDS).hold.ended_by == "expired"
-    assert eventually(lambda: fresh.prefill.kv_usage() == 0, TTL_SECONDS + 5)
+    assert second.token_ids == alone(pair.decode, longer)
+    assert pair.decode.hold_end(first.id, TTL_SECONDS).hold.ended_by == "expired"
+    assert eventually(lambda: pair.prefill.kv_usage() == 0, TTL_SECONDS + 5)
 
 
 def test_stock_prefill_answers_a_readback_too_late_with_an_error(fleet: Fleet):
     pair = Pair(fleet["stock-prefill"], fleet["decode"])
-    prompt = tokens(150, 53)
+    prompt = tokens(150)
     first = pair.turn(prompt)
     pair.prefill.reset_prefix_cache()
     time.sleep(TTL_SECONDS - MARGIN_SECONDS + 1)
     assert pair.prefill_leg(history(prompt, first), stripped(first.handle), 2).status == 500
 
 
-def test_a_hold_on_decode_that_no_turn_follows_expires(fresh: Pair):
-    before = fresh.decode.metrics()
-    first = fresh.turn(tokens(150, 54))
-    end = fresh.decode.hold_end(first.id, TTL_SECONDS + 10)
+def test_a_hold_on_decode_that_no_turn_follows_expires(pair: Pair):
+    before = pair.decode.metrics()
+    first = pair.turn(tokens(150))
+    end = pair.decode.hold_end(first.id, TTL_SECONDS + 10)
     assert end.hold.ended_by == "expired"
     assert abs(end.hold.held_seconds - TTL_SECONDS) < 2
     wasted = "kvops_held_block_seconds_total"
 
     def grown() -> float:
-        return fresh.decode.metrics().total(wasted, ended_by="expired") - before.total(wasted, ended_by="expired")
+        return pair.decode.metrics().total(wasted, ended_by="expired") - before.total(wasted, ended_by="expired")
 
     assert eventually(lambda: grown() >= end.hold.blocks * TTL_SECONDS * 0.99)
 
@@ -327,37 +319,37 @@ def test_a_hold_on_decode_that_no_turn_follows_expires(fresh: Pair):
     ],
     ids=str,
 )
-def test_a_broken_handle_costs_a_recompute_and_not_the_engine(fresh: Pair, change: dict[str, Any]):
-    prompt = tokens(100, 60)
-    first = fresh.prefill_leg(prompt)
-    answer = fresh.decode_leg(prompt, {**first.handle, **change}, first.id)
+def test_a_broken_handle_costs_a_recompute_and_not_the_engine(pair: Pair, change: dict[str, Any]):
+    prompt = tokens(100)
+    first = pair.prefill_leg(prompt)
+    answer = pair.decode_leg(prompt, {**first.handle, **change}, first.id)
     assert answer.status == 200
-    record = fresh.decode.record(first.id)
+    record = pair.decode.record(first.id)
     assert (record.tokens.recomputed, record.mended) == ({"no_handle": 100}, ["valid_handle"])
 
 
 # Clients that hang up.
 
 
-def test_a_client_that_hangs_up_during_prefill_is_recorded(fresh: Pair):
+def test_a_client_that_hangs_up_during_prefill_is_recorded(pair: Pair):
     request_id = uuid.uuid4().hex
     params = said({"do_remote_decode": True, "do_remote_prefill": False}, request_id, 1)
-    body = completion(tokens(3000, 70), params, 200, stream=True)
-    with fresh.prefill.stream("/v1/completions", body, {"X-Request-Id": request_id}) as answer:
+    body = completion(tokens(3000), params, 200, stream=True)
+    with pair.prefill.stream("/v1/completions", body, {"X-Request-Id": request_id}) as answer:
         answer.read(10)
-    record = fresh.prefill.record(request_id)
+    record = pair.prefill.record(request_id)
     assert (record.outcome, record.status, record.hold) == ("aborted", "FINISHED_ABORTED", None)
 
 
-def test_a_client_that_hangs_up_during_decode_is_recorded_with_its_load(fresh: Pair):
-    prompt = tokens(200, 71)
-    first = fresh.prefill_leg(prompt)
+def test_a_client_that_hangs_up_during_decode_is_recorded_with_its_load(pair: Pair):
+    prompt = tokens(200)
+    first = pair.prefill_leg(prompt)
     body = completion(prompt, first.handle, 2000, stream=True)
-    with fresh.decode.stream("/v1/completions", body, {"X-Request-Id": first.id}) as answer:
+    with pair.decode.stream("/v1/completions", body, {"X-Request-Id": first.id}) as answer:
         answer.read(10)
-    record = fresh.decode.record(first.id)
+    record = pair.decode.record(first.id)
     assert (record.outcome, record.tokens.remote, record.transfer.bytes) == ("aborted", 199, 7 * BLOCK_BYTES)
-    assert fresh.prefill.hold_end(first.id).hold.ended_by == "read"
+    assert pair.prefill.hold_end(first.id).hold.ended_by == "read"
 
 
 # Stock on one side.
@@ -367,13 +359,11 @@ def test_a_client_that_hangs_up_during_decode_is_recorded_with_its_load(fresh: P
 def test_a_stock_engine_on_one_side_works(fleet: Fleet, stock: str):
     sides = {side: fleet[f"stock-{side}" if side == stock else side] for side in ("prefill", "decode")}
     pair = Pair(**sides)
-    prompt = tokens(200, 80)
-    for engine in sides.values():
-        engine.reset_prefix_cache()
+    prompt = tokens(200)
     first = pair.turn(prompt)
     assert first.token_ids == alone(pair.decode, prompt)
     pair.prefill.reset_prefix_cache()
-    longer = [*history(prompt, first), *tokens(40, 81)]
+    longer = [*history(prompt, first), *tokens(40)]
     second = pair.turn(longer, first.handle, turn=2)
     assert second.token_ids == alone(pair.decode, longer)
     if stock == "decode":
@@ -386,11 +376,11 @@ def test_a_stock_engine_on_one_side_works(fleet: Fleet, stock: str):
 # Many at once, and the sums over everything above.
 
 
-def test_32_conversations_at_once_each_reuse_their_own_history(fresh: Pair):
+def test_32_conversations_at_once_each_reuse_their_own_history(pair: Pair):
     def converse(number: int) -> list[Answer]:
         prompt, handle, answers = tokens(100 + number, 100 + number), None, []
         for turn in range(1, 4):
-            answer = fresh.turn(prompt, handle, turn=turn)
+            answer = pair.turn(prompt, handle, turn=turn)
             answers.append(answer)
             prompt, handle = [*history(prompt, answer), *tokens(70, 1000 * turn + number)], answer.handle
         return answers
@@ -400,7 +390,7 @@ def test_32_conversations_at_once_each_reuse_their_own_history(fresh: Pair):
     for number, answers in enumerate(conversations):
         prompt = tokens(100 + number, 100 + number)
         for turn, answer in enumerate(answers, 1):
-            record = fresh.prefill.record(answer.id)
+            record = pair.prefill.record(answer.id)
             spent = record.tokens
             known = sum(spent.recomputed.values())
             assert spent.local_hit + spent.remote + known == spent.prompt == len(prompt)
@@ -457,11 +447,11 @@ def check_tokens(metrics: Metrics, records: list[Any]) -> None:
 
 def test_decode_killed_between_turns_costs_prefill_a_recompute(fleet: Fleet):
     pair = Pair(fleet["prefill"], fleet["stock-decode"])
-    prompt = tokens(150, 90)
+    prompt = tokens(150)
     first = pair.turn(prompt)
     pair.prefill.reset_prefix_cache()
     pair.decode.stop(signal.SIGKILL)
-    longer = [*history(prompt, first), *tokens(40, 91)]
+    longer = [*history(prompt, first), *tokens(40)]
     second = pair.prefill_leg(longer, first.handle, 2)
     assert second.status == 200
     record = pair.prefill.record(second.id)
@@ -473,7 +463,7 @@ def test_decode_killed_between_turns_costs_prefill_a_recompute(fleet: Fleet):
 
 def test_prefill_killed_before_the_read_fails_the_request_and_says_why(fleet: Fleet):
     pair = Pair(fleet["stock-prefill"], fleet["decode"])
-    prompt = tokens(150, 92)
+    prompt = tokens(150)
     first = pair.prefill_leg(prompt)
     pair.prefill.stop(signal.SIGKILL)
     answer = pair.decode_leg(prompt, first.handle, first.id)

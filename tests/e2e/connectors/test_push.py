@@ -35,17 +35,14 @@ def fleet(push_fleet: Fleet) -> Fleet:
 
 @pytest.fixture
 def pair(fleet: Fleet) -> Pair:
-    pair = Pair(fleet["prefill"], fleet["decode"])
-    for engine in (pair.prefill, pair.decode):
-        engine.reset_prefix_cache()
-    return pair
+    return Pair(fleet["prefill"], fleet["decode"])
 
 
 @pytest.fixture(scope="session")
 def address(push_fleet: Fleet) -> dict[str, Any]:
     """Prefill's coordinates, which a push router knows before prefill has answered."""
     pair = Pair(push_fleet["prefill"], push_fleet["decode"])
-    prompt = tokens(40, 999)
+    prompt = tokens(40)
     first = pair.prefill_leg(prompt)
     assert pair.decode_leg(prompt, first.handle, first.id).status == 200
     names = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "transfer_mode")
@@ -73,13 +70,13 @@ def blocks(count: int) -> int:
 
 
 def test_the_answer_is_that_of_one_engine_alone(pair: Pair, address: dict[str, Any]):
-    prompt = tokens(300, 1)
+    prompt = tokens(300)
     answer = together(pair, address, prompt)
     assert answer.token_ids == alone(pair.decode, prompt)
 
 
 def test_decode_that_comes_first_waits_for_prefill(pair: Pair, address: dict[str, Any]):
-    answer = together(pair, address, tokens(300, 2), lead_seconds=1.0)
+    answer = together(pair, address, tokens(300), lead_seconds=1.0)
     end = pair.prefill.hold_end(answer.id)
     assert (end.push.waited_for, end.hold.ended_by) == ("prefill_blocks", "read")
     assert end.push.waited_seconds >= 0.9
@@ -91,7 +88,7 @@ def test_decode_that_comes_first_waits_for_prefill(pair: Pair, address: dict[str
 
 
 def test_prefill_that_comes_first_waits_for_decode(pair: Pair):
-    prompt = tokens(300, 3)
+    prompt = tokens(300)
     first = pair.prefill_leg(prompt)
     time.sleep(1.0)
     assert pair.decode_leg(prompt, first.handle, first.id).status == 200
@@ -101,14 +98,14 @@ def test_prefill_that_comes_first_waits_for_decode(pair: Pair):
 
 
 def test_the_bytes_written_are_those_of_the_models_shape(pair: Pair, address: dict[str, Any]):
-    answer = together(pair, address, tokens(500, 4))
+    answer = together(pair, address, tokens(500))
     moved = pair.prefill.hold_end(answer.id).transfer
     assert (moved.bytes, moved.transfers, moved.ranks) == (blocks(500) * BLOCK_BYTES, 1, 1)
     assert moved.peer.endswith(f":{pair.decode.side_port}")
 
 
 def test_a_hit_in_decodes_prefix_cache_is_not_written_again(pair: Pair, address: dict[str, Any]):
-    prompt = tokens(300, 5)
+    prompt = tokens(300)
     together(pair, address, prompt[:160])
     answer = together(pair, address, prompt)
     assert pair.decode.record(answer.id).tokens.local_hit == 160
@@ -116,7 +113,7 @@ def test_a_hit_in_decodes_prefix_cache_is_not_written_again(pair: Pair, address:
 
 
 def test_finished_blocks_that_nobody_registers_for_expire(pair: Pair):
-    first = pair.prefill_leg(tokens(200, 6))
+    first = pair.prefill_leg(tokens(200))
     pending = "kvops_push_pending"
     assert eventually(lambda: pair.prefill.metrics().total(pending, kind="finished_blocks") == 1)
     assert pair.prefill.hold_end(first.id, LEASE_SECONDS + 10).hold.ended_by == "expired"
@@ -139,21 +136,21 @@ def test_32_requests_at_once_all_get_their_blocks(pair: Pair, address: dict[str,
 
 def test_a_registration_that_nobody_fulfils_fails_its_request_and_frees_its_blocks(pair: Pair, address: dict[str, Any]):
     request_id = uuid.uuid4().hex
-    answer = pair.decode_leg(tokens(300, 7), registration(address, request_id), request_id)
-    assert answer.status == 500
+    prompt = tokens(300)
+    assert pair.decode_leg(prompt, registration(address, request_id), request_id).status == 500
     record = pair.decode.record(request_id)
     assert (record.outcome, record.error, record.mended) == ("failed", "push_timeout", ["push_timeout"])
     assert PUSH_TIMEOUT_SECONDS <= record.times.finished - record.times.allocated <= GIVEN_UP_SECONDS
     assert eventually(lambda: pair.decode.kv_usage() == 0)
     # Prefill has forgotten the registration: it writes nothing, and its blocks wait for the end of their lease.
-    assert pair.prefill_leg(tokens(300, 7), request_id=request_id).status == 200
+    assert pair.prefill_leg(prompt, request_id=request_id).status == 200
     assert pair.prefill.hold_end(request_id, LEASE_SECONDS + 10).hold.ended_by == "expired"
 
 
 def test_a_client_that_hangs_up_while_decode_waits_leaves_no_blocks(pair: Pair, address: dict[str, Any]):
     request_id = uuid.uuid4().hex
     params = said(registration(address, request_id), request_id, 1)
-    body = completion(tokens(300, 8), params, 8)
+    body = completion(tokens(300), params, 8)
     with pytest.raises(TimeoutError), pair.decode.hasty("/v1/completions", body, {"X-Request-Id": request_id}):
         pass
     record = pair.decode.record(request_id)
@@ -163,7 +160,7 @@ def test_a_client_that_hangs_up_while_decode_waits_leaves_no_blocks(pair: Pair, 
 
 def test_stock_decode_waits_for_ever(fleet: Fleet, address: dict[str, Any]):
     decode = fleet["stock-decode"]
-    body = completion(tokens(300, 9), registration(address, "nobody"), 8)
+    body = completion(tokens(300), registration(address, "nobody"), 8)
     with pytest.raises(TimeoutError), decode.hasty("/v1/completions", body, seconds=PUSH_TIMEOUT_SECONDS * 3):
         pass
     time.sleep(2)

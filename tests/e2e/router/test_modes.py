@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -154,6 +153,6 @@ async def test_the_journal_holds_the_legs_of_every_request(fleet: Fleet) -> None
     status, _ = await fleet.post(COMPLETIONS, STOPS | {"prompt": make_prompt()})
     assert status == 200
     await asyncio.sleep(0.5)
-    lines = (Path(fleet.run_dir.log_dir) / "router.jsonl").read_text().splitlines()
+    lines = (fleet.run_dir.path / "journal" / "router.jsonl").read_text().splitlines()
     assert '"role":"prefill"' in lines[-1]
     assert '"role":"decode"' in lines[-1]

@@ -458,6 +458,20 @@ def a_malformed_handle_is_dropped() -> None:
 
 
 @check
+def a_request_with_nothing_but_the_routers_words_holds_nothing() -> None:
+    side = scheduler("words", "NixlConnector", BIDIRECTIONAL)
+    one = request("cmpl-4-0-0000000e", {"kvops": {"router_id": "r", "turn": 1}})
+    side.on_new_request(one)
+    assert side.get_num_new_matched_tokens(one, 0) == (0, False)
+    side.update_state_after_alloc(one, blocks(4), 0)
+    one.num_computed_tokens = 64
+    assert side.request_finished_all_groups(one, ([1, 2, 3, 4],)) == (False, None)
+    step(side)
+    (record,) = lines(side, "words")
+    assert (record.request.router_id, record.tokens.recomputed) == ("r", {"no_handle": 64})
+
+
+@check
 def push_is_recorded_on_both_sides() -> None:
     side = scheduler("push-p", "NixlPushConnector", {})
     handle = prefill(side, "cmpl-1-0-0000000a")
