@@ -12,7 +12,7 @@ import aiohttp
 
 if TYPE_CHECKING:
     from kvops.router.engines import Engines
-    from kvops.router.pool import Endpoint
+    from kvops.router.pool import Endpoint, ProbeOutcome
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +44,17 @@ class Watch:
 
     async def _look(self, endpoint: Endpoint) -> None:
         before = endpoint.state
+        outcome: ProbeOutcome = "dead"
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
-                alive = await self._is_healthy(endpoint)
-                if alive:
+                if await self._is_healthy(endpoint):
+                    outcome = "alive"
                     self._take_in(endpoint, await self._get(endpoint, "/metrics"))
-        except (aiohttp.ClientError, ConnectionError, TimeoutError):
-            alive = False
-        endpoint.probed(alive=alive)
+        except TimeoutError:
+            outcome = "slow"
+        except (aiohttp.ClientError, ConnectionError):
+            outcome = "dead"
+        endpoint.probed(outcome)
         if endpoint.state != before:
             log.warning("%s engine %s: %s -> %s", endpoint.role, endpoint.name, before, endpoint.state)
 

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from kvops.router.handles import Identity
 
 Role = Literal["prefill", "decode"]
+ProbeOutcome = Literal["alive", "slow", "dead"]
 
 # Failures in a row before an engine gets no more requests: one may be the request's own fault.
 _FAILURES_TO_DOWN = 3
-_PROBES_TO_DOWN = 2
+# Two probes that find an engine dead, or six that it is too slow to answer: a slow engine may only be a busy one.
+_MISSED: dict[ProbeOutcome, int] = {"dead": 3, "slow": 1}
+_MISSED_TO_DOWN = 6
 _FIRST_BACK_OFF_SECONDS = 1.0
 _LONGEST_BACK_OFF_SECONDS = 30.0
 # vLLM preempts when the cache is full; an engine this full is chosen only when all are.
@@ -104,14 +107,14 @@ class Endpoint:
         if self._failures >= _FAILURES_TO_DOWN:
             self._rest()
 
-    def probed(self, *, alive: bool) -> None:
+    def probed(self, outcome: ProbeOutcome) -> None:
         """Note a health probe. A good one ends a rest early, so that one request may try; it proves no more."""
-        if not alive:
-            self._missed_probes += 1
-            if self._missed_probes >= _PROBES_TO_DOWN:
+        if outcome != "alive":
+            self._missed_probes += _MISSED[outcome]
+            if self._missed_probes >= _MISSED_TO_DOWN:
                 self._rest()
         elif self._missed_probes:
-            if self._missed_probes >= _PROBES_TO_DOWN and self._down_until is not None:
+            if self._missed_probes >= _MISSED_TO_DOWN and self._down_until is not None:
                 self._down_until = time.monotonic()
             self._missed_probes = 0
 

@@ -90,18 +90,27 @@ def test_one_request_tries_whether_an_engine_is_back(clock: list[float]) -> None
 
 def test_two_missed_probes_are_enough_and_a_good_one_lets_a_request_try() -> None:
     endpoint = Endpoint("decode", "http://10.0.0.1:8000")
-    endpoint.probed(alive=False)
+    endpoint.probed("dead")
     assert endpoint.state == "up"
-    endpoint.probed(alive=False)
+    endpoint.probed("dead")
     assert endpoint.state == "down"
-    endpoint.probed(alive=True)
+    endpoint.probed("alive")
     assert endpoint.state == "half_open"
+
+
+def test_an_engine_that_is_slow_to_answer_probes_is_given_more_time() -> None:
+    endpoint = Endpoint("decode", "http://10.0.0.1:8000")
+    for _ in range(5):
+        endpoint.probed("slow")
+    assert endpoint.state == "up"
+    endpoint.probed("slow")
+    assert endpoint.state == "down"
 
 
 def test_missed_probes_do_not_count_while_requests_are_answered() -> None:
     endpoint = Endpoint("decode", "http://10.0.0.1:8000")
     for _ in range(3):
-        endpoint.probed(alive=False)
+        endpoint.probed("dead")
         endpoint.succeeded()
     assert endpoint.state == "up"
 
