@@ -82,7 +82,11 @@ def make_app(sources: Sources, settings: Settings) -> web.Application:
 
 async def _running(app: web.Application) -> AsyncIterator[None]:
     router = app[STATE]
-    await router.refresh()
+    try:
+        await router.refresh()
+    except OSError as error:
+        # A headless service has no addresses before its first pod is ready.
+        log.warning("no engine yet: %s", error)
     async with make_session(router.settings) as session:
         engines = Engines(session, router.prefill, router.decode, router.settings, router.metrics)
         releases = Releases(engines)

@@ -60,18 +60,18 @@ class BidirectionalMode:
 
     def _begin(self, attempt: Attempt) -> Turn:
         """Return the turn; a second attempt gets no handle, for the first one may have used it up."""
-        record = attempt.exchange.record
+        record, metrics = attempt.exchange.record, self._engines.metrics
         if attempt.number == 1:
             record.conversation = key_of(attempt.exchange)
             turn = self._conversations.begin(record.conversation) if record.conversation else Turn(1, "no_conversation")
-            record.turn = turn.number if record.conversation else None
+            record.turn, record.handle = (turn.number, turn.outcome) if record.conversation else (None, turn.outcome)
+            metrics.count("kvops_router_handles_total", turn.outcome)
         else:
-            failed_on_prefill = attempt.avoid is not None and attempt.avoid.role == "prefill"
-            declined = record.handle == "hit" and failed_on_prefill
-            turn = Turn(record.turn or 1, "declined" if declined else "used")
+            if record.handle == "hit" and attempt.avoid is not None and attempt.avoid.role == "prefill":
+                record.handle = "declined"
+                metrics.count("kvops_router_handles_total", record.handle)
+            turn = Turn(record.turn or 1, record.handle or "used")
         attempt.conversation, attempt.turn = record.conversation, record.turn
-        record.handle = turn.outcome
-        self._engines.metrics.count("kvops_router_handles_total", turn.outcome)
         return turn
 
     async def _prefill(self, attempt: Attempt, turn: Turn) -> Prefilled:

@@ -17,7 +17,6 @@ DECODER_TTL_SECONDS = 45
 CONFIG = f"kv: {{lease: {LEASE_SECONDS}, decoder_ttl: {DECODER_TTL_SECONDS}}}\n"
 REQUESTS = 200
 AT_ONCE = 16
-ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 STOPS: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 
 
@@ -101,7 +100,10 @@ async def test_mixed_requests_are_answered_right_while_clients_leave(fleet: Flee
 async def until_nothing_is_held(fleet: Fleet) -> None:
     """Wait for the KV usage of all engines to return to nothing, for as long as leases and TTLs may take."""
     for _ in range(LEASE_SECONDS + DECODER_TTL_SECONDS + 15):
-        usage = {name: (await fleet.metrics(name)).total("vllm:kv_cache_usage_perc") for name in ENGINES}
+        usage = {
+            engine.name: (await fleet.metrics(engine.name)).total("vllm:kv_cache_usage_perc")
+            for engine in fleet.plan.engines
+        }
         if not any(usage.values()):
             return
         await asyncio.sleep(1)

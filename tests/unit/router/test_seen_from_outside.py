@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvops.router.endpoints import Sources
 from kvops.router.journal import Record
+from kvops.router.pool import Endpoint
 from kvops.router.settings import Deadlines, Limits
 from kvops_connectors.catalogue import CATALOGUE
 from scripted_engines import wait_until
@@ -89,6 +92,20 @@ async def test_an_engine_that_is_back_serves_again(start):
     async with setup.ask() as answer:
         assert answer.status == 200
     assert setup.router.decode.endpoints[0].state == "up"
+
+
+async def test_the_router_waits_for_names_that_do_not_exist_yet(start, monkeypatch):
+    async def nobody(self: Sources, role: str) -> list[Endpoint]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(Sources, "resolve", nobody)
+    setup = await start("pull")
+    async with setup.ask() as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+    monkeypatch.undo()
+    await setup.router.refresh()
+    async with setup.ask() as answer:
+        assert answer.status == 200
 
 
 async def test_one_client_cannot_take_more_than_its_rate(start):
