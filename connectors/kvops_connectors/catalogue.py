@@ -39,6 +39,39 @@ RECOMPUTE_REASONS = {
 }
 FAILURE_REASONS = ("ttl_expired", "handshake_failed", "transfer_failed", "remote_gone", "push_timeout", "unknown")
 MENDS = ("token_truth", "expired_readback", "single_load", "valid_handle", "push_timeout")
+LEG_FAILURES = (
+    "connect",
+    "broken",
+    "timeout",
+    "http_error",
+    "overloaded",
+    "no_handle",
+    "stream_error",
+    "restarted",
+    "kv_wait",
+)
+HANDLE_MISSES = {
+    "no_conversation": "the request names no conversation",
+    "first_turn": "nothing is known of the conversation",
+    "no_handle": "decode's answer to the turn before carried no handle, or a broken one",
+    "no_digests": "the handle does not say which tokens it stands for, so nothing shows that they are the prompt's",
+    "used": "the handle was taken by another request of the conversation, or the turn before did not end well",
+    "late": "the blocks' time on decode is over, or nearly",
+    "restarted": "the decode engine that held the blocks has restarted or is gone",
+    "declined": "prefill failed with the handle; the turn was served again without it",
+}
+RELEASE_REASONS = (
+    "client_gone",
+    "not_sent",
+    "not_read",
+    "no_conversation",
+    "no_digests",
+    "replaced",
+    "evicted",
+    "warm_up",
+)
+# Engines (data-parallel ranks count) in front of which one router is meant to stand.
+ROUTED_ENGINES = 256
 
 
 @dataclass(frozen=True)
@@ -523,9 +556,175 @@ INSTRUMENT = (
     ),
 )
 
+ROUTER_MODE = Label("mode", ("pull", "push", "bidirectional", "auto"))
+ENGINE_ROLE = Label("role", ("prefill", "decode"))
+ROUTED_ENGINE = Label("engine", bound=ROUTED_ENGINES)
+ROUTER = (
+    Metric(
+        "kvops_router_requests_total",
+        "counter",
+        "",
+        "Client requests that ended, by mode and outcome: ok, refused (the engine's own 4xx), client_gone, "
+        "broken_off and stream_error (after the first byte), or the type of the error that the client got.",
+        "Do requests succeed?",
+        (ROUTER_MODE, Label("outcome", bound=20)),
+        source="router",
+    ),
+    Metric(
+        "kvops_router_request_seconds",
+        "histogram",
+        "seconds",
+        "Time from the arrival of a client's request to the end of its answer.",
+        "How long do clients wait?",
+        (ROUTER_MODE,),
+        WAITS,
+        source="router",
+    ),
+    Metric(
+        "kvops_router_first_byte_seconds",
+        "histogram",
+        "seconds",
+        "Time from the arrival of a client's request to the first byte of its answer.",
+        "How long is the time to first token, seen from outside?",
+        (ROUTER_MODE,),
+        WAITS,
+        source="router",
+    ),
+    Metric(
+        "kvops_router_legs_total",
+        "counter",
+        "",
+        "Requests of the router to engines that ended, by role, engine and outcome: ok, refused, cancelled, "
+        "connect, broken, timeout, http_error, overloaded, no_handle, stream_error, restarted, kv_wait.",
+        "Which engine fails, and how?",
+        (ENGINE_ROLE, ROUTED_ENGINE, Label("outcome", ("ok", "refused", "cancelled", *LEG_FAILURES))),
+        source="router",
+    ),
+    Metric(
+        "kvops_router_leg_seconds",
+        "histogram",
+        "seconds",
+        "Time from sending a leg to the end of its answer.",
+        "Which engine is slow?",
+        (ENGINE_ROLE, ROUTED_ENGINE),
+        WAITS,
+        source="router",
+    ),
+    Metric(
+        "kvops_router_leg_skew_seconds",
+        "histogram",
+        "seconds",
+        "Push: time between the starts of the two legs.",
+        "Are push's legs really sent together?",
+        (),
+        WAITS,
+        source="router",
+    ),
+    Metric(
+        "kvops_router_handover_seconds",
+        "histogram",
+        "seconds",
+        "Pull and bidirectional: time from P's answer to the sending of D's leg; P's lease runs meanwhile.",
+        "Does the router hold KV back?",
+        (),
+        WAITS,
+        source="router",
+    ),
+    Metric(
+        "kvops_router_retries_total",
+        "counter",
+        "",
+        "Second attempts, by the reason of the first one's failure.",
+        "What do retries hide?",
+        (ENGINE_ROLE, Label("reason", LEG_FAILURES)),
+        source="router",
+    ),
+    Metric(
+        "kvops_router_handles_total",
+        "counter",
+        "",
+        "Bidirectional: turns by whether decode's handle of the turn before could be used (hit) or why not.",
+        "Why is KV not read back?",
+        (Label("outcome", ("hit", *HANDLE_MISSES)),),
+        source="router",
+    ),
+    Metric(
+        "kvops_router_turns_without_handle_total",
+        "counter",
+        "",
+        "Bidirectional: answers of decode that ended well and brought no handle, by whether they streamed.",
+        "Does decode return its handles?",
+        (Label("streamed", ("true", "false")),),
+        source="router",
+    ),
+    Metric(
+        "kvops_router_releases_total",
+        "counter",
+        "",
+        "Blocks that the router had an engine give back unread, by why and whether the request for it was sent.",
+        "Is KV stranded?",
+        (Label("reason", RELEASE_REASONS), Label("outcome", ("sent", "failed", "unexpected", "skipped"))),
+        source="router",
+    ),
+    Metric(
+        "kvops_router_in_flight",
+        "gauge",
+        "",
+        "Legs under way.",
+        "How busy is each engine?",
+        (ENGINE_ROLE, ROUTED_ENGINE),
+        source="router",
+    ),
+    Metric(
+        "kvops_router_queued",
+        "gauge",
+        "",
+        "Requests that wait for a place.",
+        "Is the fleet full?",
+        (ENGINE_ROLE,),
+        source="router",
+    ),
+    Metric(
+        "kvops_router_endpoint_up",
+        "gauge",
+        "",
+        "1 for an engine that takes requests.",
+        "Which engine is out?",
+        (ENGINE_ROLE, ROUTED_ENGINE),
+        source="router",
+    ),
+    Metric(
+        "kvops_router_conversations", "gauge", "", "Handles kept.", "How many conversations are warm?", source="router"
+    ),
+    Metric(
+        "kvops_router_conversation_bytes",
+        "gauge",
+        "bytes",
+        "Memory of the kept handles.",
+        "What do they cost?",
+        source="router",
+    ),
+    Metric(
+        "kvops_router_handed_over_oldest_seconds",
+        "gauge",
+        "seconds",
+        "Age of the oldest answer of P whose blocks D has not begun to answer for; 0 without one.",
+        "Is KV waiting unread?",
+        source="router",
+    ),
+    Metric(
+        "kvops_router_journal_dropped_total",
+        "counter",
+        "",
+        "Journal lines lost.",
+        "Can the journal be trusted?",
+        source="router",
+    ),
+)
+
 CATALOGUE: dict[str, Metric] = {
     metric.name: metric
-    for section in (REQUESTS, TOKENS, TRANSFERS, HOLDS, PUSH, READBACK, INSTRUMENT)
+    for section in (REQUESTS, TOKENS, TRANSFERS, HOLDS, PUSH, READBACK, ROUTER, INSTRUMENT)
     for metric in section
 }
 SECTIONS: dict[str, tuple[Metric, ...]] = {
@@ -535,6 +734,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Holds": HOLDS,
     "Push": PUSH,
     "Readback": READBACK,
+    "Router": ROUTER,
     "Configuration and instruments": INSTRUMENT,
 }
 

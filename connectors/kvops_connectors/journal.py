@@ -245,12 +245,12 @@ class Writer:
         self.dropped = {"queue_full": 0, "write_error": 0}
         self._max_bytes = max_bytes
         self._files = files
-        self._queue: queue.Queue[Line | None] = queue.Queue(depth)
+        self._queue: queue.Queue[msgspec.Struct | None] = queue.Queue(depth)
         self._encoder = msgspec.json.Encoder()
         self._thread = threading.Thread(target=self._run, name="kvops-journal", daemon=True)
         self._thread.start()
 
-    def write(self, record: Line) -> None:
+    def write(self, record: msgspec.Struct) -> None:
         """Hand over a record, or count it as dropped when the queue is full."""
         try:
             self._queue.put_nowait(record)
@@ -269,7 +269,7 @@ class Writer:
     def _run(self) -> None:
         going = True
         while going:
-            batch: list[Line | None] = [self._queue.get()]
+            batch: list[msgspec.Struct | None] = [self._queue.get()]
             while not self._queue.empty():
                 batch.append(self._queue.get_nowait())
             going = None not in batch
@@ -280,7 +280,7 @@ class Writer:
                 self.dropped["write_error"] += len(records)
                 logger.warning("kvops: %d journal records not written to %s: %s", len(records), self.path, error)
 
-    def _append(self, records: list[Line]) -> None:
+    def _append(self, records: list[msgspec.Struct]) -> None:
         if not records:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)

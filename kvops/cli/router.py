@@ -4,44 +4,117 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvops.errors import KvopsError
 
+if TYPE_CHECKING:
+    import ssl
+
+    from kvops.router.endpoints import Sources
+    from kvops.router.settings import ModeName
+
+_FILE = click.Path(path_type=Path)
+
 
 @click.command()
-@click.option("--prefill", "prefill", multiple=True, required=True, metavar="URL", help="A prefill engine; repeat it.")
-@click.option("--decode", "decode", multiple=True, required=True, metavar="URL", help="A decode engine; repeat it.")
-@click.option("--mode", type=click.Choice(["pull"]), default="pull", show_default=True, help="How KV moves.")
+@click.option("--prefill", "prefill", multiple=True, metavar="URL", help="A prefill engine; repeat it.")
+@click.option("--decode", "decode", multiple=True, metavar="URL", help="A decode engine; repeat it.")
+@click.option(
+    "--endpoints", type=_FILE, help="YAML with prefill and decode, lists of URLs; read again when it changes."
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["pull", "push", "bidirectional", "auto"]),
+    default="pull",
+    show_default=True,
+    help="How KV moves; auto asks the engines.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="File with one accepted API key a line.")
+@click.option("--admin-port", type=click.IntRange(1, 65535), help="Loopback port of the admin API; none if left out.")
+@click.option("--api-key-file", type=_FILE, help="File with one accepted API key a line.")
+@click.option("--tls-cert", type=_FILE, help="Certificate chain (PEM); serves HTTPS.")
+@click.option("--tls-key", type=_FILE, help="Its private key (PEM).")
+@click.option("--decoder-ttl", type=click.FloatRange(min=1), default=480, show_default=True, metavar="SECONDS",
+              help="decoder_kv_blocks_ttl of the decode engines.")  # fmt: skip
+@click.option("--rate-limit", type=click.FloatRange(min=0), default=0, show_default="none", metavar="PER_SECOND",
+              help="Requests a second of one API key, or one address.")  # fmt: skip
+@click.option("--journal", type=_FILE, help="File that gets one JSON line a request.")
 def command(
-    *, prefill: tuple[str, ...], decode: tuple[str, ...], mode: str, host: str, port: int, api_key_file: Path | None
+    *,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    endpoints: Path | None,
+    mode: ModeName,
+    host: str,
+    port: int,
+    admin_port: int | None,
+    api_key_file: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    decoder_ttl: float,
+    rate_limit: float,
+    journal: Path | None,
 ) -> None:
     """Route OpenAI requests over prefill and decode engines that are already up.
+
+    A URL may end in #0-7 for the data-parallel ranks of an engine, or begin with dns+ for one engine at each address
+    of the name.
 
     \b
     Example:
       kvops router --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200
+      kvops router --endpoints endpoints.yaml --mode auto --admin-port 8001
     """
     from kvops.router.app import make_app, serve  # noqa: PLC0415
+    from kvops.router.settings import Limits, Settings  # noqa: PLC0415
 
-    for url in (*prefill, *decode):
-        if not url.startswith(("http://", "https://")):
-            raise KvopsError(f"{url!r} is not an engine's URL", "write it as http://HOST:PORT")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    keys = _read_keys(api_key_file) if api_key_file else []
-    logging.getLogger("kvops.router").info(
-        "serving mode %s on %s:%d: prefill %s, decode %s", mode, host, port, ", ".join(prefill), ", ".join(decode)
+    sources = _sources(prefill, decode, endpoints)
+    settings = Settings(
+        mode=mode,
+        api_keys=tuple(_read_keys(api_key_file)) if api_key_file else (),
+        decoder_ttl_seconds=decoder_ttl,
+        limits=Limits(requests_per_second=rate_limit),
+        journal=journal,
     )
+    tls = _tls(tls_cert, tls_key)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("kvops.router").info("serving mode %s on %s:%d", mode, host, port)
     try:
-        serve(make_app(prefill, decode, keys), host, port)
+        serve(make_app(sources, settings), host, port, admin_port=admin_port, tls=tls)
     except OSError as error:
         raise KvopsError(
             f"cannot listen on {host}:{port}: {error.strerror}", "choose another --host or --port"
         ) from None
+
+
+def _sources(prefill: tuple[str, ...], decode: tuple[str, ...], file: Path | None) -> Sources:
+    from kvops.router.endpoints import EndpointError, Sources  # noqa: PLC0415
+
+    if file is not None and (prefill or decode):
+        raise KvopsError("--endpoints and --prefill or --decode are both given", "use one of the two ways")
+    try:
+        return Sources({"prefill": prefill, "decode": decode}, file)
+    except EndpointError as error:
+        raise KvopsError(str(error), "give --prefill URL and --decode URL, or --endpoints FILE") from None
+
+
+def _tls(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise KvopsError("only one of --tls-cert and --tls-key is given", "give both")
+    import ssl  # noqa: PLC0415
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise KvopsError(f"cannot use {cert} with {key}: {error}", "give a PEM chain and its key") from None
+    return context
 
 
 def _read_keys(file: Path) -> list[str]:

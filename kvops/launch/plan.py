@@ -167,7 +167,7 @@ def make_plan(topology: Topology, *, name: str, folder: Path, stock_connectors: 
         ]
         for role, group in groups
     }
-    router = _router(topology, engines, router_port, folder / LOGS)
+    router = _router(topology, engines, router_port, folder)
     return Plan(
         name=name,
         model=_model_path(topology.model),
@@ -282,12 +282,14 @@ def _engine_env(
     return env | topology.transport.env | group.env
 
 
-def _router(topology: Topology, engines: dict[str, list[Process]], port: int, log_dir: Path) -> Process:
+def _router(topology: Topology, engines: dict[str, list[Process]], port: int, folder: Path) -> Process:
     argv = [sys.executable, "-m", "kvops.cli.main", "router"]
     for role, processes in sorted(engines.items(), reverse=True):
         for process in processes:
-            argv += [f"--{role}", process.url]
+            ranks = len(process.side_channel_ports)
+            argv += [f"--{role}", process.url if ranks == 1 else f"{process.url}#0-{ranks - 1}"]
     argv += ["--mode", topology.mode.value, "--host", topology.router.host, "--port", str(port)]
+    argv += ["--decoder-ttl", str(topology.kv.decoder_ttl), "--journal", str(folder / JOURNAL / "router.jsonl")]
     if topology.router.api_key_file:
         argv += ["--api-key-file", str(topology.router.api_key_file)]
     return Process(
@@ -297,7 +299,7 @@ def _router(topology: Topology, engines: dict[str, list[Process]], port: int, lo
         port=port,
         argv=tuple(argv),
         env=dict(_KEEP_ENVIRONMENT_READABLE),
-        log_file=str(log_dir / "router.log"),
+        log_file=str(folder / LOGS / "router.log"),
     )
 
 

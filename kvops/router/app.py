@@ -2,76 +2,180 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
+import signal
+import time
 from typing import TYPE_CHECKING
 
-import aiohttp
 from aiohttp import web
 
-from kvops.router import bodies
-from kvops.router.errors import RouterError, error_response
+from kvops.router import bodies, serving
+from kvops.router.admin import make_admin_app
+from kvops.router.auto import AutoMode
+from kvops.router.bidirectional import BidirectionalMode
+from kvops.router.conversations import Conversations
+from kvops.router.engines import Engines, make_session
+from kvops.router.errors import EngineFailure, RouterError, error_response
+from kvops.router.exchange import Attempt, Exchange
+from kvops.router.health import Watch
+from kvops.router.identities import Identities
+from kvops.router.journal import Journal
+from kvops.router.limits import RateLimit
+from kvops.router.metrics import RouterMetrics
 from kvops.router.pool import Pool
 from kvops.router.pull import PullMode
+from kvops.router.push import PushMode
+from kvops.router.relay import ClientGoneError
+from kvops.router.releases import Releases
+from kvops.router.state import STATE, Router
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Sequence
 
     from aiohttp.typedefs import Handler, Middleware
 
+    from kvops.router.endpoints import Sources
+    from kvops.router.serving import Mode
+    from kvops.router.settings import Settings
+
 log = logging.getLogger(__name__)
 
-# A prompt of 128k tokens is under 1 MiB of text; images in a chat take more.
-_MAX_BODY_BYTES = 64 * 1024 * 1024
-_CONNECT_SECONDS = 5.0
-_MODE = web.AppKey("mode", PullMode)
-_PREFILL = web.AppKey("prefill", Pool)
-_DECODE = web.AppKey("decode", Pool)
-_CLIENT = web.AppKey("client", aiohttp.ClientSession)
+# Open to everybody: what load balancers ask.
+_OPEN_PATHS = ("/healthz", "/readyz")
+# A stream that is under way when the router is stopped may go on for so long.
+_SHUTDOWN_SECONDS = 30.0
 
 
-def make_app(prefill: Sequence[str], decode: Sequence[str], api_keys: Sequence[str] = ()) -> web.Application:
+def make_app(sources: Sources, settings: Settings) -> web.Application:
     """Return the router as an aiohttp application.
 
     Args:
-        prefill: base URLs of the prefill engines.
-        decode: base URLs of the decode engines.
-        api_keys: bearer tokens that are let in; empty lets everybody in.
+        sources: where the engines come from.
+        settings: everything else.
     """
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_errors, _check_key(api_keys)])
-    app[_PREFILL], app[_DECODE] = Pool(prefill), Pool(decode)
-    app.cleanup_ctx.append(_engine_client)
+    app = web.Application(
+        client_max_size=settings.limits.body_bytes, middlewares=[_answer_errors, _check_key(settings.api_keys)]
+    )
+    limits = settings.limits
+    app[STATE] = Router(
+        settings=settings,
+        sources=sources,
+        prefill=Pool("prefill", in_flight=limits.in_flight, queued=limits.queued),
+        decode=Pool("decode", in_flight=limits.in_flight, queued=limits.queued),
+        metrics=RouterMetrics(),
+        journal=Journal(settings.journal),
+        rate=RateLimit(limits.requests_per_second),
+    )
+    app.cleanup_ctx.append(_running)
     app.router.add_post("/v1/completions", _complete)
     app.router.add_post("/v1/chat/completions", _complete)
     app.router.add_get("/v1/models", _models)
     app.router.add_get("/healthz", _healthz)
+    app.router.add_get("/readyz", _readyz)
+    app.router.add_get("/metrics", _metrics)
     return app
 
 
-async def _engine_client(app: web.Application) -> AsyncIterator[None]:
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as client:
-        app[_CLIENT] = client
-        app[_MODE] = PullMode(client, app[_PREFILL], app[_DECODE])
+async def _running(app: web.Application) -> AsyncIterator[None]:
+    router = app[STATE]
+    try:
+        await router.refresh()
+    except OSError as error:
+        # A headless service has no addresses before its first pod is ready.
+        log.warning("no engine yet: %s", error)
+    async with make_session(router.settings) as session:
+        engines = Engines(session, router.prefill, router.decode, router.settings, router.metrics)
+        releases = Releases(engines)
+        router.engines = engines
+        router.conversations = Conversations(router.settings, releases.release)
+        router.serving = _mode(router, releases)
+        watching = [asyncio.create_task(Watch(engines).run()), asyncio.create_task(router.follow_sources())]
         yield
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+        await releases.close()
+        engines.http.close()
+        await asyncio.to_thread(router.journal.close)
+
+
+def _mode(router: Router, releases: Releases) -> Mode:
+    engines = router.engines
+    pull = PullMode(engines, releases)
+    identities = Identities(engines, releases)
+    push = PushMode(engines, releases, identities)
+    bidirectional = BidirectionalMode(engines, releases, pull, router.conversations)
+    modes: dict[str, Mode] = {
+        "pull": pull,
+        "push": push,
+        "bidirectional": bidirectional,
+        "auto": AutoMode(engines, identities, pull, push, bidirectional),
+    }
+    return modes[router.settings.mode]
 
 
 async def _complete(request: web.Request) -> web.StreamResponse:
-    return await request.app[_MODE].serve(request, bodies.parse(await request.read()))
+    router = request.app[STATE]
+    started = time.perf_counter()
+    router.rate.admit(request.headers.get("Authorization") or request.remote or "")
+    content = await _read_body(request, router.settings.deadlines.body)
+    exchange = Exchange(request, bodies.parse(content), router.settings.mode)
+    record = exchange.record
+    try:
+        response = await serving.serve(exchange, router.serving, router.engines)
+        record.status = response.status
+        record.outcome = record.outcome or "ok"
+    except RouterError as error:
+        record.status, record.outcome = error.status, error.kind
+        return error_response(error, exchange.response_headers)
+    except (asyncio.CancelledError, ClientGoneError):
+        record.outcome = "client_gone"
+        raise
+    except Exception:
+        record.outcome = "router_error"
+        raise
+    else:
+        return response
+    finally:
+        router.finish(record, time.perf_counter() - started)
+
+
+async def _read_body(request: web.Request, seconds: float) -> bytes:
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.read()
+    except TimeoutError:
+        raise RouterError(408, "invalid_request_error", f"the body did not arrive within {seconds:g} s") from None
 
 
 async def _models(request: web.Request) -> web.Response:
-    decode = request.app[_DECODE].least_loaded()
+    router = request.app[STATE]
+    attempt = Attempt(Exchange(request, {}, router.settings.mode))
     try:
-        async with request.app[_CLIENT].get(f"{decode.url}/v1/models") as answer:
-            return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
-    except aiohttp.ClientError:
-        raise RouterError(502, "decode_failed", "the decode engine could not be reached") from None
+        content = await router.engines.get(
+            attempt, router.decode.choose(), "/v1/models", router.settings.deadlines.connect
+        )
+    except EngineFailure as failure:
+        raise failure.for_client() from None
+    return web.Response(body=content, content_type="application/json")
 
 
 async def _healthz(_: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
+
+
+async def _readyz(request: web.Request) -> web.Response:
+    router = request.app[STATE]
+    able = {pool.role: sum(e.takes_requests() for e in pool.endpoints) for pool in (router.prefill, router.decode)}
+    return web.json_response({"mode": router.settings.mode, "engines": able}, status=200 if all(able.values()) else 503)
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    return web.Response(body=request.app[STATE].exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
 
 @web.middleware
@@ -79,13 +183,18 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except RouterError as error:
-        return error_response(error.status, error.kind, str(error))
+        return error_response(error)
     except bodies.BodyError as error:
-        return error_response(400, "invalid_request_error", str(error))
+        return error_response(RouterError(400, "invalid_request_error", str(error)))
+    except ClientGoneError:
+        # Nobody reads it; aiohttp wants a response all the same.
+        return web.Response(status=499)
     except web.HTTPRequestEntityTooLarge:
-        return error_response(413, "invalid_request_error", f"the body is larger than {_MAX_BODY_BYTES} bytes")
+        limit = request.app[STATE].settings.limits.body_bytes
+        return error_response(RouterError(413, "invalid_request_error", f"the body is larger than {limit} bytes"))
     except web.HTTPException as error:
-        return error_response(error.status, "invalid_request_error", f"{request.method} {request.path}: {error.reason}")
+        message = f"{request.method} {request.path}: {error.reason}"
+        return error_response(RouterError(error.status, "invalid_request_error", message))
 
 
 def _check_key(api_keys: Sequence[str]) -> Middleware:
@@ -96,24 +205,41 @@ def _check_key(api_keys: Sequence[str]) -> Middleware:
         sent = request.headers.get("Authorization", "").encode()
         # Every key is compared, so that the time taken tells nothing about which one came close.
         known = [hmac.compare_digest(sent, key) for key in accepted]
-        if accepted and request.path != "/healthz" and not any(known):
-            return error_response(401, "authentication_error", "the API key is missing or not accepted")
+        if accepted and request.path not in _OPEN_PATHS and not any(known):
+            raise RouterError(401, "authentication_error", "the API key is missing or not accepted")
         return await handler(request)
 
     return check
 
 
-def serve(app: web.Application, host: str, port: int) -> None:
-    """Serve ``app`` on ``host:port`` until SIGINT or SIGTERM."""
+def serve(
+    app: web.Application, host: str, port: int, *, admin_port: int | None = None, tls: ssl.SSLContext | None = None
+) -> None:
+    """Serve ``app`` on ``host:port``, and the admin API on a loopback port, until SIGINT or SIGTERM.
+
+    Raises:
+        OSError: an address cannot be listened on.
+    """
     import uvloop  # noqa: PLC0415
 
-    web.run_app(
-        app,
-        host=host,
-        port=port,
-        print=lambda *_: None,
-        access_log=None,
-        # A client that leaves cancels its handler, and with that the request to the engine.
-        handler_cancellation=True,
-        loop=uvloop.new_event_loop(),
-    )
+    uvloop.run(_serve(app, host, port, admin_port, tls))
+
+
+async def _serve(
+    app: web.Application, host: str, port: int, admin_port: int | None, tls: ssl.SSLContext | None
+) -> None:
+    # A client that leaves cancels its handler, and with that the request to the engine.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        await web.TCPSite(runner, host, port, ssl_context=tls, backlog=4096).start()
+        if admin_port is not None:
+            admin = web.AppRunner(make_admin_app(app[STATE]), access_log=None)
+            stack.push_async_callback(admin.cleanup)
+            await admin.setup()
+            await web.TCPSite(admin, "127.0.0.1", admin_port).start()
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await stop.wait()

@@ -6,9 +6,13 @@ router does not know reach the engines byte for byte.
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Body = dict[str, msgspec.Raw]
 
@@ -30,26 +34,14 @@ _PREFILL_DROPS = (
 MAX_PROMPTS = 256
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
-_KV_TRANSFER_PARAMS = "kv_transfer_params"
-# Asks P to keep the finished prompt's KV and to say where it lies.
-_KEEP_FOR_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+KV_TRANSFER_PARAMS = "kv_transfer_params"
+_KEY = re.compile(rb'"(?:[^"\\]|\\.)*"\s*:\s*')
 _decode_body = msgspec.json.Decoder(Body)
 _encode = msgspec.json.Encoder().encode
 
 
 class BodyError(ValueError):
     """The client's body cannot be served; the text is for the client."""
-
-
-class HandleError(ValueError):
-    """What P returned as KV handle cannot be given to D; the text says what is wrong with it."""
 
 
 def parse(content: bytes) -> Body:
@@ -64,8 +56,20 @@ def parse(content: bytes) -> Body:
         body = _decode_body.decode(content)
     except msgspec.DecodeError as error:
         raise BodyError(f"the request body is not a JSON object: {error}") from None
-    body.pop(_KV_TRANSFER_PARAMS, None)
+    body.pop(KV_TRANSFER_PARAMS, None)
     return body
+
+
+def members(content: bytes) -> Body:
+    """Return the members of an engine's answer, their values undecoded.
+
+    Raises:
+        BodyError: not a JSON object.
+    """
+    try:
+        return _decode_body.decode(content)
+    except msgspec.DecodeError as error:
+        raise BodyError(f"its answer is not a JSON object: {error}") from None
 
 
 def encode(body: Body) -> bytes:
@@ -73,11 +77,15 @@ def encode(body: Body) -> bytes:
     return _encode(body)
 
 
-def prefill_body(body: Body) -> Body:
-    """Return P's body: the same prompt, one token that nobody reads, and the request to keep the KV.
+def prefill_body(body: Body, params: msgspec.Raw) -> Body:
+    """Return P's body: the same prompt, one token that nobody reads, and what to do with the KV.
 
     Structured output stays, for some chat templates write the schema into the prompt, and so do tools. A forced tool
     choice cannot be kept with one token; "auto" renders the same prompt.
+
+    Args:
+        body: the client's.
+        params: P's ``kv_transfer_params``.
     """
     leg = {key: value for key, value in body.items() if key not in _PREFILL_DROPS}
     leg["max_tokens"] = _ONE
@@ -87,18 +95,32 @@ def prefill_body(body: Body) -> Body:
     leg["stream"] = _FALSE
     if "tool_choice" in leg and value_of(leg, "tool_choice") not in ("none", "auto", None):
         leg["tool_choice"] = msgspec.Raw(b'"auto"')
-    leg[_KV_TRANSFER_PARAMS] = msgspec.Raw(_encode(_KEEP_FOR_DECODE))
+    leg[KV_TRANSFER_PARAMS] = params
     return leg
 
 
-def decode_body(body: Body, handle: msgspec.Raw) -> Body:
-    """Return D's body: the client's, with P's handle."""
-    return body | {_KV_TRANSFER_PARAMS: handle}
+def decode_body(body: Body, params: msgspec.Raw) -> Body:
+    """Return D's body: the client's, with where its KV comes from."""
+    return body | {KV_TRANSFER_PARAMS: params}
 
 
-def priming_body(body: Body, handle: msgspec.Raw) -> Body:
-    """Return a body that makes D load P's KV into its own prefix cache and answer one token that nobody reads."""
-    return prefill_body(body) | {_KV_TRANSFER_PARAMS: handle}
+def release_body(params: msgspec.Raw) -> Body:
+    """Return a body that every engine refuses, for it names a model that no engine serves.
+
+    vLLM (from 0.22 on) answers a refused request that carries a handle by telling the holder to free the blocks, which
+    is the only way of giving them back without reading them.
+    """
+    return {
+        "model": msgspec.Raw(b'"kvops-release-blocks"'),
+        "prompt": msgspec.Raw(b'"-"'),
+        "max_tokens": _ONE,
+        KV_TRANSFER_PARAMS: params,
+    }
+
+
+def with_token_ids(body: Body) -> Body:
+    """Return P's body with the wish to get back the token ids of the prompt."""
+    return body | {"return_token_ids": msgspec.Raw(b"true")}
 
 
 def sequences(body: Body) -> list[Body]:
@@ -117,41 +139,68 @@ def sequences(body: Body) -> list[Body]:
     return [body] if choices > 1 else []
 
 
-def handle_of(content: bytes) -> msgspec.Raw:
-    """Return the KV handle in P's answer, checked for everything without which D would hang or crash.
+def needs_whole_prompt(body: Body) -> bool:
+    """Return whether only an engine that computes the whole prompt itself can serve this request.
 
-    vLLM's pull connector waits for ever without engine id, request id, host or port, and an empty list of blocks ends
-    its engine core.
+    Logprobs of the prompt come from its forward pass, which D skips for the KV that it takes over; and the beams of a
+    beam search are sequences that share one handle.
+    """
+    if value_of(body, "prompt_logprobs") is not None or value_of(body, "use_beam_search") is True:
+        return True
+    # 0 asks for logprobs too: those of the chosen tokens.
+    logprobs = value_of(body, "logprobs")
+    return value_of(body, "echo") is True and logprobs is not None and logprobs is not False
+
+
+def cut_member(content: bytes, key: str) -> tuple[bytes, msgspec.Raw | None]:
+    """Return ``content`` without the top-level member ``key``, every other byte as it was, and the member's value.
+
+    Args:
+        content: a JSON object.
+        key: a name that JSON writes without escapes.
 
     Raises:
-        HandleError: there is no handle, or it is not whole.
+        ValueError: not a JSON object.
     """
-    try:
-        raw = _decode_body.decode(content).get(_KV_TRANSFER_PARAMS)
-        handle = msgspec.json.decode(raw, type=_Handle | None) if raw is not None else None
-    except msgspec.DecodeError as error:
-        raise HandleError(f"its handle is malformed: {error}") from None
-    if raw is None or handle is None:
-        raise HandleError("it returned no kv_transfer_params; does it run with a NIXL connector?")
-    if not any(handle.remote_block_ids):
-        raise HandleError("its handle names no KV blocks")
-    return raw
+    if b'"' + key.encode() + b'"' not in content:
+        return content, None
+    members = _decode_body.decode(content)
+    if key not in members:
+        return content, None
+    spans = list(_member_spans(content, members))
+    if content[spans[-1][1] :].strip() != b"}":
+        # A name that occurs twice: the decoder kept one of the two values, so the spans are not to be trusted.
+        return _encode({name: value for name, value in members.items() if name != key}), members[key]
+    at = list(members).index(key)
+    start, end = spans[at]
+    # One of the two commas around the member goes with it.
+    if at + 1 < len(spans):
+        end = spans[at + 1][0]
+    elif at:
+        start = content.index(b",", spans[at - 1][1])
+    return content[:start] + content[end:], members[key]
+
+
+def _member_spans(content: bytes, members: Body) -> Iterator[tuple[int, int]]:
+    """Yield start of the key and end of the value of each member, given that the decoder has accepted ``content``."""
+    position = content.index(b"{") + 1
+    for value in members.values():
+        start = content.index(b'"', position)
+        end_of_key = _KEY.match(content, start)
+        if end_of_key is None:
+            raise ValueError("an object's member has no name")
+        position = end_of_key.end() + len(memoryview(value))
+        yield start, position
+
+
+def is_null(raw: msgspec.Raw | None) -> bool:
+    """Return whether a member is missing or null, which mean the same wherever the router looks."""
+    return raw is None or bytes(memoryview(raw)[:4]) == b"null"
 
 
 def value_of(body: Body, key: str) -> Any:
     """Return the decoded value of ``key``, None where it is missing."""
     return msgspec.json.decode(body[key]) if key in body else None
-
-
-class _Handle(msgspec.Struct):
-    """The fields of vLLM's ``kv_transfer_params`` that D cannot do without."""
-
-    remote_engine_id: str
-    remote_request_id: str
-    remote_host: str
-    remote_port: int
-    remote_block_ids: list[list[int]]
-    tp_size: int
 
 
 def _prompt_list(body: Body) -> list[msgspec.Raw]:

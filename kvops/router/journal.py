@@ -1,22 +1,18 @@
 """The router's journal: one JSON line a request, with its legs, their times and how they ended.
 
-Lines are written by a thread from a bounded queue; a full queue drops the line and counts it, no request waits.
+Lines are written by the writer of the engines' journals: a full queue drops the line and counts it, no request waits.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import queue
-import threading
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvops_connectors.journal import Writer
+
 if TYPE_CHECKING:
     from pathlib import Path
-
-log = logging.getLogger(__name__)
 
 VERSION = 1
 _QUEUED_LINES = 10_000
@@ -56,7 +52,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, tag="router", tag
     conversation: str | None = None
     turn: int | None = None
     handle: str | None = None
-    """hit, or why there was no handle to use (see conversations.MISSES)."""
+    """hit, or why there was no handle to use (see HANDLE_MISSES of the catalogue)."""
     handle_kept: bool = False
     """Whether D's handle was kept for the next turn."""
     first_byte_at: float | None = None
@@ -69,65 +65,23 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, tag="router", tag
 
 
 class Journal:
-    """Appends records to a file, rotated by size.
-
-    Attributes:
-        dropped: records that were lost because the queue was full or the disk failed.
-    """
+    """Appends records to a file, rotated by size; without a path nothing is ever written."""
 
     def __init__(self, path: Path | None) -> None:
-        """Start the writer; nothing is ever written without a path."""
-        self.dropped = 0
-        self._path = path
-        self._queue: queue.Queue[Record | None] = queue.Queue(_QUEUED_LINES)
-        self._thread = threading.Thread(target=self._run, name="kvops-journal", daemon=True)
-        if path is not None:
-            self._thread.start()
+        """Start the writer."""
+        self._writer = Writer(path, _MAX_FILE_BYTES, _KEPT_FILES, _QUEUED_LINES) if path else None
+
+    @property
+    def dropped(self) -> int:
+        """Return how many records were lost because the queue was full or the disk failed."""
+        return sum(self._writer.dropped.values()) if self._writer else 0
 
     def write(self, record: Record) -> None:
         """Hand a finished record over; the caller must not change it any more."""
-        if self._path is None:
-            return
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self.dropped += 1
+        if self._writer:
+            self._writer.write(record)
 
-    def close(self, timeout_seconds: float = 2.0) -> None:
+    def close(self) -> None:
         """Write what is queued and stop."""
-        if not self._thread.is_alive():
-            return
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=timeout_seconds)
-            self._thread.join(timeout_seconds)
-
-    def _run(self) -> None:
-        going = True
-        while going:
-            batch = [self._queue.get()]
-            while not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-            going = None not in batch
-            records = [record for record in batch if record is not None]
-            try:
-                self._append(records)
-            except OSError as error:
-                self.dropped += len(records)
-                log.warning("%d journal lines were not written to %s: %s", len(records), self._path, error)
-
-    def _append(self, records: list[Record]) -> None:
-        if self._path is None or not records:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists() and self._path.stat().st_size >= _MAX_FILE_BYTES:
-            self._rotate(self._path)
-        # One write of whole lines: a reader that follows the file never sees half a line.
-        with self._path.open("ab", buffering=0) as file:
-            file.write(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-
-    def _rotate(self, path: Path) -> None:
-        for number in range(_KEPT_FILES - 1, 0, -1):
-            older = path.with_name(f"{path.name}.{number}")
-            if older.exists():
-                older.replace(path.with_name(f"{path.name}.{number + 1}"))
-        path.replace(path.with_name(f"{path.name}.1"))
+        if self._writer:
+            self._writer.close()

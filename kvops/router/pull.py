@@ -7,138 +7,163 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import aiohttp
-from aiohttp import web
-
-from kvops.router import bodies
-from kvops.router.errors import RouterError
+from kvops.router import bodies, handles, http_client
+from kvops.router.errors import EngineFailure
 from kvops.router.relay import relay
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import msgspec
+    from aiohttp import web
 
     from kvops.router.bodies import Body
-    from kvops.router.pool import Endpoint, Pool
+    from kvops.router.engines import Engines
+    from kvops.router.exchange import Attempt
+    from kvops.router.handles import Handle
+    from kvops.router.pool import Endpoint
+    from kvops.router.relay import Relayed
+    from kvops.router.releases import Releases
 
 log = logging.getLogger(__name__)
 
-_JSON = {"Content-Type": "application/json"}
-# The client's own credential and its trace go on to the engines; everything else stays here.
-_FORWARDED_HEADERS = ("Authorization", "traceparent", "tracestate")
-# Prompts of one request that P works on at a time.
-_PROMPTS_AT_ONCE = 8
+# P keeps the blocks for 30 s unless told otherwise, so a place on D must be found well before.
+_PLACE_ON_DECODE_SECONDS = 10.0
+
+
+class Prefilled:
+    """What P has computed and keeps.
+
+    Attributes:
+        handle: where it lies.
+        holder: P.
+        prompt_token_ids: the prompt as P tokenized it, None where P was not asked.
+    """
+
+    def __init__(self, handle: Handle, holder: Endpoint, prompt_token_ids: msgspec.Raw | None) -> None:
+        """Keep them."""
+        self.handle = handle
+        self.holder = holder
+        self.prompt_token_ids = prompt_token_ids
 
 
 class PullMode:
     """Serves completions and chat completions in pull mode."""
 
-    def __init__(self, client: aiohttp.ClientSession, prefill: Pool, decode: Pool) -> None:
-        """Keep the session to the engines and the two pools."""
-        self._client = client
-        self._prefill = prefill
-        self._decode = decode
+    def __init__(self, engines: Engines, releases: Releases) -> None:
+        """Keep the client to the engines."""
+        self._engines = engines
+        self._releases = releases
+        self._deadlines = engines.settings.deadlines
 
-    async def serve(self, request: web.Request, body: Body) -> web.StreamResponse:
+    async def serve(self, attempt: Attempt) -> web.StreamResponse:
         """Run both legs and relay D's answer.
 
         When the client leaves, this coroutine is cancelled, which closes the connection to whichever engine is at
         work; vLLM then aborts the request.
 
         Raises:
-            RouterError: an engine failed before the first byte of the answer.
-            bodies.BodyError: the client's body cannot be served.
+            EngineFailure: an engine failed before the first byte of the answer.
+            Refusal: an engine finds fault with the request.
         """
-        if parts := bodies.sequences(body):
-            return await self._serve_sequences(request, body, parts)
-        headers = _engine_headers(request)
-        handle = await self._run_prefill(request, body, headers)
-        if isinstance(handle, web.Response):
-            return handle
-        return await self._run_decode(request, bodies.decode_body(body, handle), headers, self._decode.least_loaded())
+        prefilled = await self.prefill(attempt, attempt.exchange.body)
+        return (await self.decode(attempt, prefilled)).response
 
-    async def _serve_sequences(self, request: web.Request, body: Body, parts: list[Body]) -> web.StreamResponse:
-        """Serve a request of several sequences from D's prefix cache, primed with the KV of each prompt."""
-        decode = self._decode.least_loaded()
-        slots = asyncio.Semaphore(_PROMPTS_AT_ONCE)
+    async def prime(self, attempt: Attempt, body: Body, decode: Endpoint) -> None:
+        """Bring the KV of one prompt into D's prefix cache."""
+        prefilled = await self.prefill(attempt, body)
+        params = handles.for_decode(prefilled.handle, attempt.context)
+        content = http_client.Body(bodies.encode(bodies.prefill_body(body, params)))
+        with self.released_unless_sent(content, prefilled.handle, prefilled.holder, attempt):
+            answer = await self._engines.ask(attempt, decode, content, self._deadlines.prefill)
+        # A bidirectional D now keeps the blocks for a next turn that this prompt does not have.
+        if left := handle_or_none(answer, decode):
+            self._releases.release(left, decode, "no_conversation", authorization=attempt.authorization)
 
-        async def prime(part: Body) -> web.Response | None:
-            async with slots:
-                headers = _engine_headers(request)
-                handle = await self._run_prefill(request, part, headers)
-                if isinstance(handle, web.Response):
-                    return handle
-                content = bodies.encode(bodies.priming_body(part, handle))
-                with decode.busy():
-                    status, answer = await self._post(decode, request.path, content, headers, "decode")
-            return None if status == 200 else _passed_on(status, answer)
+    async def prefill(self, attempt: Attempt, body: Body, params: msgspec.Raw | None = None) -> Prefilled:
+        """Run P's leg and return what P keeps.
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(prime(part)) for part in parts]
-        for refusal in filter(None, (task.result() for task in tasks)):
-            return refusal
-        return await self._run_decode(request, body, _engine_headers(request), decode)
+        Args:
+            attempt: the attempt.
+            body: the client's body, or one prompt of it.
+            params: P's ``kv_transfer_params``; those of an ordinary prefill if left out.
+        """
+        engines = self._engines
+        # D's part of the admission: while no D has room, P's blocks would only wait.
+        await engines.decode.room(self._deadlines.queue)
+        prefill = await engines.prefill.take(attempt.avoid, wait_seconds=self._deadlines.queue)
+        leg = bodies.prefill_body(body, params or handles.for_prefill(attempt.context))
+        if attempt.exchange.path.endswith("/chat/completions"):
+            leg = bodies.with_token_ids(leg)
+        content = http_client.Body(bodies.encode(leg))
+        answer = await engines.ask(attempt, prefill, content, self._deadlines.prefill)
+        return _prefilled(answer, prefill)
 
-    async def _run_prefill(
-        self, request: web.Request, body: Body, headers: dict[str, str]
-    ) -> msgspec.Raw | web.Response:
-        """Return P's handle, or P's own answer where it finds fault with the client's request."""
-        prefill = self._prefill.least_loaded()
-        with prefill.busy():
-            content = bodies.encode(bodies.prefill_body(body))
-            status, answer = await self._post(prefill, request.path, content, headers, "prefill")
-        if status != 200:
-            if status < 500:
-                return _passed_on(status, answer)
-            log.warning("prefill engine %s answered %d: %.300s", prefill.url, status, answer.decode(errors="replace"))
-            raise RouterError(502, "prefill_failed", f"the prefill engine answered with HTTP {status}")
+    async def decode(
+        self,
+        attempt: Attempt,
+        prefilled: Prefilled,
+        *,
+        prefer: Endpoint | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Relayed:
+        """Run D's leg, relay its answer and return what came of it.
+
+        Args:
+            attempt: the attempt.
+            prefilled: what P keeps.
+            prefer: the D to choose if its load allows.
+            headers: more headers for D.
+        """
+        engines, metrics = self._engines, self._engines.metrics
+        params = handles.for_decode(prefilled.handle, attempt.context, prefilled.prompt_token_ids)
+        content = http_client.Body(bodies.encode(bodies.decode_body(attempt.exchange.body, params)))
+        prefilled_at = time.perf_counter()
+        with (
+            metrics.handed_over(attempt.id),
+            self.released_unless_sent(content, prefilled.handle, prefilled.holder, attempt),
+        ):
+            decode = await engines.decode.take(attempt.avoid, prefer, wait_seconds=_PLACE_ON_DECODE_SECONDS)
+            metrics.observe("kvops_router_handover_seconds", time.perf_counter() - prefilled_at)
+            async with engines.open(attempt, decode, content, headers=headers) as answer:
+                metrics.taken_over(attempt.id)
+                relayed = await relay(attempt.exchange, answer, self._deadlines.idle)
+        relayed.decode = decode
+        return relayed
+
+    @contextmanager
+    def released_unless_sent(
+        self, content: http_client.Body, handle: Handle, holder: Endpoint, attempt: Attempt
+    ) -> Iterator[None]:
+        """Give blocks back if the block ends before the request that would read them has left."""
         try:
-            return bodies.handle_of(answer)
-        except bodies.HandleError as error:
-            log.warning("prefill engine %s gave no usable handle: %s", prefill.url, error)
-            raise RouterError(502, "prefill_failed", f"the prefill engine gave no KV handle: {error}") from None
-
-    async def _run_decode(
-        self, request: web.Request, body: Body, headers: dict[str, str], decode: Endpoint
-    ) -> web.StreamResponse:
-        with decode.busy():
-            try:
-                async with self._client.post(
-                    decode.url + request.path, data=bodies.encode(body), headers=headers
-                ) as answer:
-                    return await relay(request, answer, _client_headers(request, headers))
-            except aiohttp.ClientError as error:
-                raise _unreachable(decode, "decode", error) from None
-
-    async def _post(
-        self, endpoint: Endpoint, path: str, content: bytes, headers: dict[str, str], role: str
-    ) -> tuple[int, bytes]:
-        try:
-            async with self._client.post(endpoint.url + path, data=content, headers=headers) as answer:
-                return answer.status, await answer.read()
-        except aiohttp.ClientError as error:
-            raise _unreachable(endpoint, role, error) from None
+            yield
+        except BaseException as error:
+            if not content.began:
+                reason = "client_gone" if isinstance(error, asyncio.CancelledError) else "not_sent"
+                self._releases.release(handle, holder, reason, authorization=attempt.authorization)
+            raise
 
 
-def _engine_headers(request: web.Request) -> dict[str, str]:
-    """Return headers for both legs of one attempt, with an id that has never been used.
-
-    Push pairs legs by this id and a registration may outlive its request, so the client's id is never used for it.
-    """
-    kept = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
-    return kept | _JSON | {"X-Request-Id": uuid.uuid4().hex}
-
-
-def _client_headers(request: web.Request, engine_headers: dict[str, str]) -> dict[str, str]:
-    return {"X-Request-Id": request.headers.get("X-Request-Id") or engine_headers["X-Request-Id"]}
-
-
-def _passed_on(status: int, content: bytes) -> web.Response:
-    return web.Response(status=status, body=content, content_type="application/json")
+def _prefilled(answer: bytes, prefill: Endpoint) -> Prefilled:
+    try:
+        members = bodies.members(answer)
+        handle = handles.read(members.get(bodies.KV_TRANSFER_PARAMS), prefill.host)
+    except (handles.HandleError, bodies.BodyError) as error:
+        raise EngineFailure(prefill, "no_handle", str(error)) from None
+    if handle.fields.transfer_mode == "push":
+        raise EngineFailure(prefill, "no_handle", "it runs the push connector; start the router with --mode push")
+    token_ids = members.get("prompt_token_ids")
+    return Prefilled(handle, prefill, None if bodies.is_null(token_ids) else token_ids)
 
 
-def _unreachable(endpoint: Endpoint, role: str, error: Exception) -> RouterError:
-    log.warning("%s engine %s failed: %s %s", role, endpoint.url, type(error).__name__, error)
-    return RouterError(502, f"{role}_failed", f"the {role} engine could not be reached or broke off")
+def handle_or_none(content: bytes, endpoint: Endpoint) -> Handle | None:
+    """Return the handle at the top level of a whole answer, None where there is none to use."""
+    try:
+        return handles.read(bodies.members(content).get(bodies.KV_TRANSFER_PARAMS), endpoint.host)
+    except (handles.HandleError, bodies.BodyError):
+        return None

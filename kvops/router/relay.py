@@ -1,45 +1,156 @@
-"""Passing an engine's answer on to the client, byte for byte as it arrives."""
+"""Passing D's answer on to the client, byte for byte as it arrives, without the KV handle."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from typing import TYPE_CHECKING
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
+from kvops.router import sse
+from kvops.router.bodies import KV_TRANSFER_PARAMS, cut_member
+from kvops.router.errors import error_content
+from kvops.router.http_client import BrokenOffError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import msgspec
 
-EVENT_STREAM = "text/event-stream"
+    from kvops.router.engines import Answer
+    from kvops.router.exchange import Exchange
+    from kvops.router.pool import Endpoint
+
+log = logging.getLogger(__name__)
 
 
-async def relay(request: web.Request, answer: aiohttp.ClientResponse, headers: Mapping[str, str]) -> web.StreamResponse:
-    """Send status, content type and body of ``answer`` to the client and return the finished response.
+class ClientGoneError(Exception):
+    """The client closed the connection while the answer was on its way."""
+
+
+class Relayed:
+    """What came of passing an answer on.
+
+    Attributes:
+        response: the finished response.
+        handle: D's handle, None where the answer carried none.
+        whole: whether D's answer came to its end without an error.
+        decode: the D that answered.
+    """
+
+    decode: Endpoint
+
+    def __init__(self, response: web.StreamResponse, handle: msgspec.Raw | None, *, whole: bool) -> None:
+        """Keep them."""
+        self.response = response
+        self.handle = handle
+        self.whole = whole
+
+
+async def relay(exchange: Exchange, answer: Answer, idle_seconds: float) -> Relayed:
+    """Send ``answer`` to the client.
+
+    Raises:
+        ClientGoneError: the client left.
+        BrokenOffError: D broke off before anything was sent to the client.
+    """
+    if answer.streams:
+        return await _relay_stream(exchange, answer, idle_seconds)
+    return await _relay_body(exchange, answer)
+
+
+async def _relay_body(exchange: Exchange, answer: Answer) -> Relayed:
+    content = await answer.response.read()
+    try:
+        content, handle = cut_member(content, KV_TRANSFER_PARAMS)
+    except ValueError:
+        # What is no JSON object has no top level to carry a handle.
+        handle = None
+    exchange.record.first_byte_at = time.time()
+    response = web.Response(
+        status=answer.response.status,
+        body=content,
+        content_type=answer.response.content_type,
+        headers=exchange.response_headers,
+    )
+    return Relayed(response, handle, whole=True)
+
+
+async def _relay_stream(exchange: Exchange, answer: Answer, idle_seconds: float) -> Relayed:
+    response = web.StreamResponse(status=answer.response.status, headers=exchange.response_headers)
+    response.content_type = answer.response.content_type
+    response.charset = answer.response.charset
+    events = sse.Events()
+    broken = ""
+    watch = _Watch(exchange, answer, idle_seconds)
+    try:
+        await response.prepare(exchange.request)
+        exchange.record.first_byte_at = time.time()
+        broken = await _pump(answer, events, response, watch)
+        if broken:
+            answer.broken = True
+            exchange.record.outcome = "broken_off"
+            log.warning("decode broke off in the middle of the stream of %s: %s", exchange.record.router_id, broken)
+            error = error_content("decode_failed", "the decode engine broke off", 502)
+            await response.write(b"data: " + error + b"\n\ndata: [DONE]\n\n")
+        await response.write_eof()
+    except (aiohttp.ClientConnectionResetError, ConnectionError):
+        raise ClientGoneError from None
+    finally:
+        watch.end()
+    if events.failed:
+        exchange.record.outcome = "stream_error"
+    return Relayed(response, events.handle, whole=not broken and not events.failed)
+
+
+async def _pump(answer: Answer, events: sse.Events, response: web.StreamResponse, watch: _Watch) -> str:
+    """Write D's events to the client and return what broke them off, or nothing.
 
     An engine that dies in the middle of a stream has already promised 200, so the client learns of it as vLLM itself
-    would tell: an ``error`` event, then ``[DONE]``. Any other body is cut off, which no client takes for a whole one.
-
-    Args:
-        request: the client's request.
-        answer: the engine's answer, its body unread.
-        headers: set on the response.
+    would tell: an ``error`` event, then ``[DONE]``.
     """
-    response = web.StreamResponse(status=answer.status, headers=headers)
-    response.content_type = answer.content_type
-    response.charset = answer.charset
-    if answer.content_length is not None:
-        response.content_length = answer.content_length
-    await response.prepare(request)
+    chunk = answer.head
     try:
-        async for chunk in answer.content.iter_any():
-            await response.write(chunk)
-    except aiohttp.ClientError:
-        if answer.content_type != EVENT_STREAM:
-            if request.transport is not None:
-                request.transport.abort()
-            return response
-        error = {"message": "the decode engine broke off", "type": "decode_failed", "param": None, "code": 502}
-        await response.write(b"data: " + msgspec.json.encode({"error": error}) + b"\n\ndata: [DONE]\n\n")
-    await response.write_eof()
-    return response
+        while chunk:
+            if ready := events.feed(chunk):
+                await response.write(ready)
+            watch.progress()
+            chunk = await answer.response.read_any()
+            watch.progress()
+    except (BrokenOffError, sse.EventTooLargeError) as error:
+        return str(error)
+    if rest := events.end():
+        await response.write(rest)
+    return "" if events.done else "it ended without [DONE]"
+
+
+class _Watch:
+    """Ends a stream in which nothing has moved for a while: fails D's answer, or lets a client go that reads nothing.
+
+    One timer a stream, for a deadline on every chunk would cost as much as passing the chunk on.
+    """
+
+    def __init__(self, exchange: Exchange, answer: Answer, idle_seconds: float) -> None:
+        """Begin to watch."""
+        self._exchange, self._answer, self._idle_seconds = exchange, answer, idle_seconds
+        self._loop = asyncio.get_running_loop()
+        self._moved_at = self._loop.time()
+        self._timer = self._loop.call_later(idle_seconds, self._look)
+
+    def progress(self) -> None:
+        """Note that something has moved."""
+        self._moved_at = self._loop.time()
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self._moved_at + self._idle_seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        elif self._answer.response.is_awaited:
+            self._answer.response.fail(BrokenOffError(f"it sent nothing for {self._idle_seconds:g} s"))
+        elif self._exchange.request.transport is not None:
+            self._exchange.request.transport.abort()

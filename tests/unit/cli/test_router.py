@@ -19,7 +19,7 @@ ENGINES = ["--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8
             "'localhost:8100' is not an engine's URL",
         ),
         ([*ENGINES, "--api-key-file", "/nonexistent"], "cannot read /nonexistent: No such file"),
-        (ENGINES[:2], "Missing option '--decode'"),
+        (ENGINES[:2], "there is no decode engine"),
     ],
 )
 def test_what_cannot_be_served_is_explained(args: list[str], sentence: str) -> None:
@@ -41,3 +41,19 @@ def test_a_port_in_use_is_explained() -> None:
         port = holder.getsockname()[1]
         result = CliRunner().invoke(main, ["router", *ENGINES, "--port", str(port)])
     assert (result.exit_code, f"cannot listen on 127.0.0.1:{port}" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ([*ENGINES, "--tls-cert", "/nonexistent"], "only one of --tls-cert and --tls-key"),
+        ([*ENGINES, "--tls-cert", "/nonexistent", "--tls-key", "/nonexistent"], "cannot use /nonexistent"),
+        ([*ENGINES, "--endpoints", "/nonexistent"], "--endpoints and --prefill or --decode are both given"),
+        (["--endpoints", "/nonexistent"], "cannot read /nonexistent"),
+        (["--prefill", "http://p:1#x", *ENGINES[2:]], "names no data-parallel ranks"),
+        ([*ENGINES, "--mode", "sideways"], "'sideways' is not one of"),
+    ],
+)
+def test_a_wrong_option_is_explained(args: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(main, ["router", *args])
+    assert (result.exit_code, sentence in result.output) == (2, True), result.output

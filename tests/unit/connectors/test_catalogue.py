@@ -29,4 +29,4 @@ def test_every_label_has_a_bound(metric: Metric):
 
 
 def test_an_engine_exports_fewer_than_1500_series_in_the_worst_case():
-    assert sum(metric.series_limit for metric in CATALOGUE.values()) < 1500
+    assert sum(metric.series_limit for metric in CATALOGUE.values() if metric.source == "engine") < 1500

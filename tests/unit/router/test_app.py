@@ -12,6 +12,9 @@ from aiohttp import web
 
 from fake_engine import FakeEngine
 from kvops.router.app import make_app
+from kvops.router.endpoints import ROLES, Sources
+from kvops.router.pool import Role
+from kvops.router.settings import Settings
 
 PROMPT = {"model": "kvops-tiny", "prompt": "hello", "max_tokens": 16}
 CHAT = {"model": "kvops-tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 16}
@@ -50,11 +53,11 @@ async def make_fleet() -> AsyncIterator[MakeFleet]:
             fleet = Fleet(
                 [FakeEngine("prefill") for _ in range(prefill)], [FakeEngine("decode") for _ in range(decode)]
             )
-            urls = {
+            urls: dict[Role, list[str]] = {
                 role: [await _serve(engine.app(), stack) for engine in engines]
-                for role, engines in (("prefill", fleet.prefill), ("decode", fleet.decode))
+                for role, engines in zip(ROLES, (fleet.prefill, fleet.decode), strict=True)
             }
-            fleet.url = await _serve(make_app(urls["prefill"], urls["decode"], api_keys), stack)
+            fleet.url = await _serve(make_app(Sources(urls), Settings(api_keys=api_keys)), stack)
             fleet.client = await stack.enter_async_context(aiohttp.ClientSession())
             return fleet
 
@@ -194,16 +197,24 @@ async def test_a_failing_prefill_is_reported_as_such(make_fleet: MakeFleet) -> N
     assert fleet.decode[0].requests == []
 
 
-async def test_an_error_of_decode_keeps_its_status_and_body(make_fleet: MakeFleet) -> None:
+async def test_a_refusal_of_decode_keeps_its_status_and_body(make_fleet: MakeFleet) -> None:
+    fleet = await make_fleet()
+    fleet.decode[0].status = 404
+    status, answer = await fleet.post("/v1/completions", PROMPT)
+    assert (status, answer["error"]["message"]) == (404, "scripted failure")
+
+
+async def test_an_engine_without_room_is_a_503_that_says_when_to_come_again(make_fleet: MakeFleet) -> None:
     fleet = await make_fleet()
     fleet.decode[0].status = 503
-    status, answer = await fleet.post("/v1/completions", PROMPT)
-    assert (status, answer["error"]["message"]) == (503, "scripted failure")
+    async with fleet.client.post(fleet.url + "/v1/completions", json=PROMPT) as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
 
 
 async def test_an_engine_that_is_not_there_is_a_502_that_names_no_address() -> None:
     async with contextlib.AsyncExitStack() as stack:
-        url = await _serve(make_app(["http://127.0.0.1:1"], ["http://127.0.0.1:1"]), stack)
+        nobody = ["http://127.0.0.1:1"]
+        url = await _serve(make_app(Sources({"prefill": nobody, "decode": nobody}), Settings()), stack)
         client = await stack.enter_async_context(aiohttp.ClientSession())
         async with client.post(url + "/v1/completions", json=PROMPT) as answer:
             error = (await answer.json())["error"]

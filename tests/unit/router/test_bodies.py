@@ -11,18 +11,7 @@ from hypothesis import strategies as st
 
 from kvops.router import bodies
 
-HANDLE = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[1, 2, 3]],
-    "remote_engine_id": "default-prefill-0",
-    "remote_request_id": "chatcmpl-f1b1417224844be8a376a953ccd94cae-a3c884e6",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5600,
-    "tp_size": 1,
-    "remote_num_tokens": 271,
-    "transfer_mode": "pull",
-}
+KEEP = msgspec.Raw(b'{"do_remote_decode":true}')
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -35,7 +24,7 @@ def parsed(**fields: Any) -> bodies.Body:
 
 
 def prefill_leg(**fields: Any) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(bodies.encode(bodies.prefill_body(parsed(**fields))))
+    result: dict[str, Any] = json.loads(bodies.encode(bodies.prefill_body(parsed(**fields), KEEP)))
     return result
 
 
@@ -79,15 +68,8 @@ def test_the_prefill_leg_drops(field: dict[str, Any]) -> None:
     assert not set(field) & set(prefill_leg(model="m", **field))
 
 
-def test_the_prefill_leg_asks_to_keep_the_kv() -> None:
-    assert prefill_leg(model="m")["kv_transfer_params"] == {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
+def test_the_prefill_leg_carries_its_own_params() -> None:
+    assert prefill_leg(model="m")["kv_transfer_params"] == {"do_remote_decode": True}
 
 
 def test_a_clients_own_handle_is_dropped() -> None:
@@ -153,31 +135,46 @@ def test_a_malformed_count_or_prompt_is_refused(fields: dict[str, Any], message:
         bodies.sequences(parsed(**fields))
 
 
-def test_a_whole_handle_is_passed_on_byte_for_byte() -> None:
-    raw = json.dumps(HANDLE).encode()
-    assert bytes(bodies.handle_of(b'{"id": "x", "kv_transfer_params": ' + raw + b"}")) == raw
-
-
 @pytest.mark.parametrize(
-    "missing",
-    ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids", "tp_size"],
-)
-def test_a_handle_without_a_field_that_decode_needs_is_refused(missing: str) -> None:
-    handle = {key: value for key, value in HANDLE.items() if key != missing}
-    with pytest.raises(bodies.HandleError, match=missing):
-        bodies.handle_of(json.dumps({"kv_transfer_params": handle}).encode())
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
+    ("fields", "expected"),
     [
-        ({}, "no kv_transfer_params"),
-        ({"kv_transfer_params": None}, "no kv_transfer_params"),
-        ({"kv_transfer_params": HANDLE | {"remote_block_ids": []}}, "names no KV blocks"),
-        ({"kv_transfer_params": HANDLE | {"remote_block_ids": [[]]}}, "names no KV blocks"),
-        ({"kv_transfer_params": HANDLE | {"remote_port": "5600"}}, "malformed"),
+        ({}, False),
+        ({"echo": True}, False),
+        ({"echo": True, "logprobs": 0}, True),
+        ({"echo": True, "logprobs": 3}, True),
+        ({"logprobs": 3}, False),
+        ({"prompt_logprobs": 0}, True),
+        ({"prompt_logprobs": None}, False),
+        ({"use_beam_search": True}, True),
+        ({"use_beam_search": False}, False),
     ],
 )
-def test_an_answer_without_a_usable_handle_is_refused(answer: dict[str, Any], message: str) -> None:
-    with pytest.raises(bodies.HandleError, match=message):
-        bodies.handle_of(json.dumps(answer).encode())
+def test_what_needs_the_forward_pass_of_the_whole_prompt_is_told(fields: dict[str, Any], expected: bool) -> None:
+    assert bodies.needs_whole_prompt(parsed(**fields)) is expected
+
+
+SPACE = st.sampled_from(["", " ", "\n", " \t"])
+VALUE = st.sampled_from(["null", "1", '"cut"', '"\\\\"', '"a\\"b"', "[1, 2]", '{"cut": {"x": []}}', "{}"])
+MEMBER = st.builds(
+    lambda key, *parts: json.dumps(key) + "".join((parts[0], ":", *parts[1:])),
+    st.text(max_size=4).filter(lambda key: key != "cut"), SPACE, SPACE, VALUE, SPACE,
+)  # fmt: skip
+
+
+@given(st.lists(MEMBER, max_size=4, unique_by=lambda member: member.partition(":")[0].strip()), st.integers(0, 4))
+def test_a_cut_member_leaves_every_other_byte_as_it_was(members: list[str], at: int) -> None:
+    content = "{" + ",".join([*members[:at], '"cut": [{"cut": 1}]', *members[at:]]) + "}"
+    rest, value = bodies.cut_member(content.encode(), "cut")
+    assert rest.decode() == "{" + ",".join(members) + "}"
+    assert value is not None
+    assert msgspec.json.decode(value) == [{"cut": 1}]
+
+
+@pytest.mark.parametrize("content", [b'{"a": "\\"cut\\": 1"}', b'{"a": {"cut": 1}}', b"{}", b'{ "a" : 1 }'])
+def test_what_has_no_such_member_at_its_top_level_stays(content: bytes) -> None:
+    assert bodies.cut_member(content, "cut") == (content, None)
+
+
+def test_a_member_that_is_there_twice_is_cut_twice() -> None:
+    rest, _ = bodies.cut_member(b'{"cut": 1, "a": 2, "cut": 3}', "cut")
+    assert json.loads(rest) == {"a": 2}

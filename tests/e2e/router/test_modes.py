@@ -1,0 +1,160 @@
+"""Every mode of the router with two real prefill and two real decode engines."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvops.launch.canary import make_prompt
+from real_fleet import CHAT, COMPLETIONS, Fleet, Up, delta_of, text_of, texts_of, write
+
+LEASE_SECONDS = 60
+DECODER_TTL_SECONDS = 45
+CONFIG = f"kv: {{lease: {LEASE_SECONDS}, decoder_ttl: {DECODER_TTL_SECONDS}}}\n"
+REQUESTS = 200
+AT_ONCE = 16
+STOPS: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module", params=["pull", "push", "bidirectional"])
+def fleet(up: Up, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    config = write(tmp_path_factory.mktemp("config") / "kvops.yaml", CONFIG)
+    counts = ("--prefill", "2", "--decode", "2")
+    return up(f"e2e-{request.param}", "-f", config, "--mode", request.param, *counts)
+
+
+def load() -> list[tuple[str, dict[str, Any]]]:
+    """Return requests of every kind: short and long, whole and streamed, of one sequence and of several."""
+    kinds: list[tuple[str, dict[str, Any]]] = []
+    for _ in range(6):
+        prompt = make_prompt()
+        message = {"messages": [{"role": "user", "content": prompt}]}
+        kinds += [
+            (COMPLETIONS, {"prompt": prompt}),
+            (COMPLETIONS, {"prompt": "short"}),
+            (COMPLETIONS, {"prompt": [prompt, prompt[::-1]]}),
+            (CHAT, message),
+            (CHAT, message | {"min_tokens": 4, "logprobs": True}),
+            (CHAT, message | {"conversation_id": prompt[:40]}),
+        ]
+    return kinds
+
+
+async def ask(client: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any]) -> list[str]:
+    async with client.post(url + path, json={"model": "kvops-tiny"} | STOPS | body) as answer:
+        assert answer.status == 200, await answer.text()
+        return texts_of(await answer.json())
+
+
+async def ask_streamed(fleet: Fleet, path: str, body: dict[str, Any]) -> list[str]:
+    events = await fleet.stream(path, STOPS | body)
+    texts = [""] * (len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1)
+    for event in events:
+        assert "kv_transfer_params" not in event
+        if event["choices"]:
+            texts[event["choices"][0]["index"]] += delta_of(event)
+    return texts
+
+
+async def test_mixed_requests_are_answered_right_while_clients_leave(fleet: Fleet) -> None:
+    dice = random.Random(7)
+    kinds = load()
+    async with aiohttp.ClientSession() as client:
+        alone = [
+            await ask(
+                client, fleet.process("prefill-0").url, path, {k: v for k, v in body.items() if k != "conversation_id"}
+            )
+            for path, body in kinds
+        ]
+        slots = asyncio.Semaphore(AT_ONCE)
+        wrong: list[tuple[dict[str, Any], list[str], list[str]]] = []
+
+        async def one(index: int, leaves_after: float | None, streamed: bool) -> None:
+            path, body = kinds[index]
+            async with slots:
+                try:
+                    async with asyncio.timeout(leaves_after):
+                        asked = ask_streamed(fleet, path, body) if streamed else ask(
+                            client, fleet.process("router").url, path, body
+                        )  # fmt: skip
+                        texts = await asked
+                except TimeoutError:
+                    return
+            if texts != alone[index]:
+                wrong.append((body, texts, alone[index]))
+
+        plans = [
+            (dice.randrange(len(kinds)), dice.uniform(0, 2) if dice.random() < 0.3 else None, dice.random() < 0.5)
+            for _ in range(REQUESTS)
+        ]
+        await asyncio.gather(*(one(*plan) for plan in plans))
+    assert wrong == []
+    await until_nothing_is_held(fleet)
+    assert await in_flight(fleet) == 0
+
+
+async def until_nothing_is_held(fleet: Fleet) -> None:
+    """Wait for the KV usage of all engines to return to nothing, for as long as leases and TTLs may take."""
+    for _ in range(LEASE_SECONDS + DECODER_TTL_SECONDS + 15):
+        usage = {
+            engine.name: (await fleet.metrics(engine.name)).total("vllm:kv_cache_usage_perc")
+            for engine in fleet.plan.engines
+        }
+        if not any(usage.values()):
+            return
+        await asyncio.sleep(1)
+    pytest.fail(f"blocks are still held: {usage}")
+
+
+async def in_flight(fleet: Fleet) -> float:
+    return (await fleet.metrics("router")).total("kvops_router_in_flight")
+
+
+async def test_blocks_that_nobody_reads_are_given_back_at_once(fleet: Fleet) -> None:
+    if fleet.plan.mode == "push":
+        # In push mode P frees blocks when it has written them, or when the lease ends.
+        return
+    keep = {"do_remote_decode": True, "do_remote_prefill": False}
+    body = {"prompt": make_prompt(), "max_tokens": 1, "kv_transfer_params": keep}
+    _, answer = await fleet.post(COMPLETIONS, body, "prefill-0")
+    release = {
+        "model": "kvops-release-blocks",
+        "prompt": "-",
+        "max_tokens": 1,
+        "kv_transfer_params": answer["kv_transfer_params"],
+    }
+    expired_before = (await fleet.metrics("prefill-0")).total("vllm:nixl_num_kv_expired_reqs_total")
+    assert (await fleet.metrics("prefill-0")).total("vllm:kv_cache_usage_perc") > 0
+    status, _ = await fleet.post(COMPLETIONS, release, "decode-0")
+    assert status == 404
+    await until_nothing_is_held(fleet)
+    assert (await fleet.metrics("prefill-0")).total("vllm:nixl_num_kv_expired_reqs_total") == expired_before
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_conversation_goes_on_as_on_one_engine(fleet: Fleet, streamed: bool) -> None:
+    name = make_prompt()[:32]
+    messages = [{"role": "user", "content": make_prompt()}]
+    for turn in range(3):
+        body = STOPS | {"messages": messages}
+        _, alone = await fleet.post(CHAT, body, "prefill-0")
+        body = body | {"conversation_id": name}
+        if streamed:
+            text = "".join(await ask_streamed(fleet, CHAT, body))
+        else:
+            text = text_of((await fleet.post(CHAT, body))[1])
+        assert text == text_of(alone), turn
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": make_prompt()}]
+
+
+async def test_the_journal_holds_the_legs_of_every_request(fleet: Fleet) -> None:
+    status, _ = await fleet.post(COMPLETIONS, STOPS | {"prompt": make_prompt()})
+    assert status == 200
+    await asyncio.sleep(0.5)
+    lines = (fleet.run_dir.path / "journal" / "router.jsonl").read_text().splitlines()
+    assert '"role":"prefill"' in lines[-1]
+    assert '"role":"decode"' in lines[-1]
