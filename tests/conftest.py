@@ -6,6 +6,11 @@ import os
 import shutil
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No example may fail for being slow: the machine may be busy with engines.
+settings.register_profile("kvops", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvops")
 
 
 @pytest.fixture(autouse=True)
