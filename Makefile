@@ -20,7 +20,7 @@ test: $(INSTALLED) system-packages lint
 	$(BIN)/python -m pytest
 
 test-fast: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m "not engine and not system and not network"
+	$(BIN)/python -m pytest -m "not engine and not heavy"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 READY_TIMEOUT_SECONDS = 3 * 3600
 _HEALTH_POLL_SECONDS = 0.25
 _POLLS_PER_LOG_LOOK = 8
-_HEALTH_PATH = {"prefill": "/health", "decode": "/health", "router": "/healthz"}
+_HEALTH_PATH = {"prefill": "/health", "decode": "/health", "router": "/readyz"}
 _LAST_LINES = 12
 
 
@@ -59,7 +59,9 @@ class Supervisor:
         self._plan = plan
         self._run_dir = run_dir
         self._on_change = on_change
-        self._stop = asyncio.Event()
+        self._stopping = False
+        self._over = asyncio.Event()
+        self._watchers: list[asyncio.Task[None]] = []
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self.state = FleetState(
             run_id=uuid.uuid4().hex,
@@ -76,7 +78,8 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask the fleet to end; ``run`` returns once everything is gone."""
-        self._stop.set()
+        self._stopping = True
+        self._over.set()
 
     async def run(self) -> FleetState:
         """Start the fleet, keep it until it is stopped or fails, and return its last state.
@@ -104,25 +107,23 @@ class Supervisor:
     def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self.stop)
 
     async def _supervise(self) -> None:
+        """Start everything and return when the fleet is over: stopped, failed, or one of its processes dead."""
         self._changed()
-        stopped = asyncio.create_task(self._stop.wait())
-        tasks: list[asyncio.Task[Any]] = [stopped]
+        for process in self._plan.engines:
+            if self._stopping:
+                return
+            await self._start(process)
+        bring_up = asyncio.create_task(self._bring_up())
+        over = asyncio.create_task(self._over.wait())
         try:
-            for process in self._plan.processes:
-                if self._stop.is_set():
-                    return
-                await self._start(process)
-                tasks.append(asyncio.create_task(self._await_death(process)))
-            bring_up = asyncio.create_task(self._bring_up())
-            tasks.append(bring_up)
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if done == {bring_up} and await bring_up:
-                tasks.remove(bring_up)
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([bring_up, over], return_when=asyncio.FIRST_COMPLETED)
+            if not over.done() and await bring_up:
+                await over
         finally:
+            tasks = [bring_up, over, *self._watchers]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -141,6 +142,7 @@ class Supervisor:
         finally:
             os.close(log)
         self._children[process.name] = child
+        self._watchers.append(asyncio.create_task(self._await_death(process)))
         state = self._process(process.name)
         state.pid, state.phase = child.pid, "starting"
         self._changed()
@@ -150,9 +152,10 @@ class Supervisor:
         code = await child.wait()
         state = self._process(process.name)
         state.exit_code, state.phase = code, "died"
-        if not self._stop.is_set():
+        if not self._stopping:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
             self._fail(_obituary(process, how))
+        self._over.set()
 
     async def _bring_up(self) -> bool:
         """Wait until everything serves and run the canary; return whether the fleet may stay."""
@@ -160,8 +163,11 @@ class Supervisor:
         async with aiohttp.ClientSession() as session:
             try:
                 async with asyncio.timeout(READY_TIMEOUT_SECONDS), asyncio.TaskGroup() as group:
-                    for process in self._plan.processes:
+                    for process in self._plan.engines:
                         group.create_task(self._await_health(session, process))
+                # Last, so that its very first look at the engines finds them serving.
+                await self._start(self._plan.router)
+                await self._await_health(session, self._plan.router)
             except* TimeoutError:
                 late = [state.name for state in self.state.processes if state.phase != "ready"]
                 problem = f"{', '.join(late)} did not become healthy in {READY_TIMEOUT_SECONDS} s; see kvops logs"
@@ -187,7 +193,9 @@ class Supervisor:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 url = process.url + _HEALTH_PATH[process.role]
                 async with session.get(url, timeout=aiohttp.ClientTimeout(total=2)) as answer:
-                    if answer.status == 200:
+                    if answer.status == 200 and (
+                        process.role != "router" or _reaches_all(await answer.json(), self._plan)
+                    ):
                         state.phase = "ready"
                         state.ready_seconds = time.monotonic() - started
                         self._changed()
@@ -223,6 +231,12 @@ class Supervisor:
     def _changed(self) -> None:
         self._run_dir.write_state(self.state)
         self._on_change(self.state)
+
+
+def _reaches_all(readiness: dict[str, Any], plan: Plan) -> bool:
+    """Return whether the router's /readyz counts every engine of the plan (every rank of it) as able to serve."""
+    ranks = {role: sum(len(engine.side_channel_ports) for engine in plan.role(role)) for role in ("prefill", "decode")}
+    return bool(readiness.get("engines") == ranks)
 
 
 def already_running(name: str) -> KvopsError:
