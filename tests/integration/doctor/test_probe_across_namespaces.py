@@ -15,7 +15,7 @@ PROBE = (sys.executable, "-m", "kvops.cli.main", "probe", "--bytes", "8MiB", "--
 PATIENCE_SECONDS = 240.0
 P_ADDRESS, D_ADDRESS = "10.213.77.1", "10.213.77.2"
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(2 * PATIENCE_SECONDS)]
+pytestmark = [pytest.mark.system("ip"), pytest.mark.timeout(2 * PATIENCE_SECONDS)]
 
 
 def ip(*arguments: str) -> None:
