@@ -11,13 +11,16 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 SYSTEM_PACKAGES := iproute2 openssl
 SYSTEM_COMMANDS := ip openssl
 
-.PHONY: demo test test-fast lint clean system-packages
+.PHONY: demo test test-fast test-fleet lint clean system-packages
 
 demo: $(INSTALLED)
 	@$(BIN)/python -m kvops.demo
 
 test: $(INSTALLED) system-packages lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not fleet"
+
+test-fleet: $(INSTALLED)
+	$(BIN)/python -m pytest -m fleet
 
 test-fast: $(INSTALLED) lint
 	$(BIN)/python -m pytest -m "not engine and not heavy"
