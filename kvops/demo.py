@@ -22,7 +22,7 @@ from kvops.cli.fleet_view import FleetView, canary_line
 from kvops.errors import KvopsError
 from kvops.launch.canary import Counters, read_counters, settled_counters
 from kvops.launch.plan import make_plan
-from kvops.launch.rundir import RunDir
+from kvops.launch.rundir import RunDir, reserved_ports
 from kvops.launch.supervisor import Supervisor
 from kvops.tiny_model import MODEL_NAME, ensure_model
 from kvops.topology import load_topology
@@ -60,7 +60,7 @@ def main() -> int:
     run_dir = RunDir(_NAME)
     if run_dir.is_running():
         raise KvopsError("the demo is already running", f"stop it with 'kvops down --name {_NAME}'")
-    plan = make_plan(load_topology(preset="cpu-demo"), name=_NAME, folder=run_dir.path)
+    plan = make_plan(load_topology(preset="cpu-demo"), name=_NAME, folder=run_dir.path, reserved=reserved_ports())
     if plan.served_model_name == MODEL_NAME:
         ensure_model(Path(plan.model))
     return asyncio.run(_demo(console, plan, run_dir))

@@ -15,7 +15,7 @@ from kvops import tiny_model
 from kvops.cli.options import json_option, name_option
 from kvops.errors import KvopsError
 from kvops.launch.plan import make_plan, without_secrets
-from kvops.launch.rundir import RunDir
+from kvops.launch.rundir import RunDir, reserved_ports
 from kvops.topology import PRESETS, Mode, load_topology
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ def command(
     overrides = _overrides(mode=mode, model=model, prefill=prefill, decode=decode)
     run_dir = RunDir(name)
     topology = load_topology(file, overrides, preset)
-    plan = make_plan(topology, name=name, folder=run_dir.path, stock_connectors=stock_connectors)
+    plan = make_plan(
+        topology, name=name, folder=run_dir.path, stock_connectors=stock_connectors, reserved=reserved_ports()
+    )
     if dry_run:
         _print_plan(plan, as_json=as_json)
         return

@@ -82,6 +82,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The prefill and decode engines."""
         return [process for process in self.processes if process.role != "router"]
 
+    def ports(self) -> set[int]:
+        """Return every port that the fleet listens on."""
+        return {port for process in self.processes for port in (process.port, *process.side_channel_ports)}
+
     @property
     def router(self) -> Process:
         """The router."""
@@ -104,8 +108,8 @@ def without_secrets(plan: Plan) -> Plan:
 class _Ports:
     """Hands out ports that are free on this machine and not handed out before."""
 
-    def __init__(self) -> None:
-        self._given: set[int] = set()
+    def __init__(self, reserved: Iterable[int]) -> None:
+        self._given: set[int] = set(reserved)
 
     def take(self, what: str, host: str, *, fixed: int | None, start: int, count: int = 1) -> tuple[int, ...]:
         """Return ``count`` consecutive ports: ``fixed`` and following, or the first free run from ``start`` on.
@@ -131,7 +135,9 @@ class _Ports:
         raise KvopsError(f"no free port from {start} on for {what}", "stop something that listens there")
 
 
-def make_plan(topology: Topology, *, name: str, folder: Path, stock_connectors: bool = False) -> Plan:
+def make_plan(
+    topology: Topology, *, name: str, folder: Path, stock_connectors: bool = False, reserved: Iterable[int] = ()
+) -> Plan:
     """Return the plan for ``topology``; nothing is started or written.
 
     Args:
@@ -139,11 +145,12 @@ def make_plan(topology: Topology, *, name: str, folder: Path, stock_connectors: 
         name: the fleet's name; the engines' ids start with it.
         folder: the fleet's folder; logs go to ``logs`` and journals to ``journal`` in it.
         stock_connectors: use vLLM's own connectors rather than the instrumented ones.
+        reserved: ports that other fleets are about to listen on, though they may be free at the moment.
 
     Raises:
         KvopsError: a fixed port is in use.
     """
-    ports = _Ports()
+    ports = _Ports(reserved)
     spread = len({host for _, group in topology.groups() for host in group.hosts}) > 1
     router_port = ports.take(
         "the router", topology.router.host, fixed=topology.router.port, start=_FIRST_PORT["router"]

@@ -165,6 +165,12 @@ def known_names() -> list[str]:
     return sorted(entry.name for entry in home.iterdir() if (entry / "plan.json").exists()) if home.is_dir() else []
 
 
+def reserved_ports() -> set[int]:
+    """Return the ports of all running fleets: an engine listens on its port only after half a minute of loading."""
+    running = [run_dir for run_dir in map(RunDir, known_names()) if run_dir.is_running()]
+    return set().union(*(run_dir.read_plan().ports() for run_dir in running))
+
+
 def _write_whole(path: Path, content: bytes) -> None:
     draft = path.with_suffix(".new")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

@@ -69,6 +69,12 @@ def test_a_free_port_search_steps_over_a_port_in_use() -> None:
         assert plan_of().router.port != taken
 
 
+def test_a_free_port_search_steps_over_ports_of_fleets_that_are_still_loading() -> None:
+    other = plan_of()
+    plan = make_plan(load_topology(preset="cpu-demo"), name="g", folder=Path("/fleet"), reserved=other.ports())
+    assert not plan.ports() & other.ports()
+
+
 def test_engine_ids_are_stable() -> None:
     assert [engine.engine_id for engine in plan_of().engines] == ["f-prefill-0", "f-decode-0"]
 

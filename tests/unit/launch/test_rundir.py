@@ -6,7 +6,7 @@ import pytest
 
 from kvops.errors import KvopsError
 from kvops.launch.plan import make_plan
-from kvops.launch.rundir import FleetState, ProcessState, RunDir, known_names, state_home
+from kvops.launch.rundir import FleetState, ProcessState, RunDir, known_names, reserved_ports, state_home
 from kvops.topology import load_topology
 
 
@@ -71,6 +71,14 @@ def test_a_name_that_was_never_used_is_not_running() -> None:
 def test_known_names_lists_every_fleet_that_was_started(run_dir: RunDir) -> None:
     (state_home() / "stray").mkdir()
     assert known_names() == ["f"]
+
+
+def test_the_ports_of_running_fleets_are_reserved(run_dir: RunDir) -> None:
+    assert reserved_ports() == set()
+    lock = run_dir.take_lock()
+    assert lock is not None
+    assert reserved_ports() == run_dir.read_plan().ports()
+    lock.close()
 
 
 def test_the_state_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
