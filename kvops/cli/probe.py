@@ -81,7 +81,7 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> None:
-    r"""Move real bytes between two NIXL agents, check every one of them, and say how fast and over what they went.
+    """Move real bytes between two NIXL agents, check every one of them, and say how fast and over what they went.
 
     Reads and writes blocks as vLLM lays them out, between two processes of this host, or between two hosts
     with --listen and --connect. Exit status 0 if it is well, 1 if bytes were wrong, too slow or on TCP where
@@ -93,7 +93,7 @@ def command(
       kvops probe --memory vram --devices 0,1
       kvops probe --listen 10.0.0.1:7777            on one host
       kvops probe --connect 10.0.0.1:7777           on the other
-    """
+    """  # noqa: D301 - click wants the control character itself
     if listen and connect:
         raise KvopsError("--listen and --connect exclude each other", "give one of them on each host")
     from kvops.cli.probe_view import ProbeView, print_report  # noqa: PLC0415
