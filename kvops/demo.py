@@ -60,7 +60,7 @@ def main() -> int:
     run_dir = RunDir(_NAME)
     if run_dir.is_running():
         raise KvopsError("the demo is already running", f"stop it with 'kvops down --name {_NAME}'")
-    plan = make_plan(load_topology(preset="cpu-demo"), name=_NAME, log_dir=run_dir.log_dir)
+    plan = make_plan(load_topology(preset="cpu-demo"), name=_NAME, folder=run_dir.path)
     if plan.served_model_name == MODEL_NAME:
         ensure_model(Path(plan.model))
     return asyncio.run(_demo(console, plan, run_dir))

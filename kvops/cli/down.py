@@ -22,7 +22,7 @@ _PATIENCE_SECONDS = 18.0
 @click.command()
 @name_option
 def command(*, name: str) -> None:
-    r"""Stop a fleet and everything it started. Doing so twice is no error.
+    """Stop a fleet and everything it started. Doing so twice is no error.
 
     \b
     Example:

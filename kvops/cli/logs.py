@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is written until the fleet ends.")
 @click.option("-n", "--lines", default=20, show_default=True, type=click.IntRange(0), help="Last lines of each.")
 def command(*, process: str | None, name: str, follow: bool, lines: int) -> None:
-    r"""Show the last lines that the processes of a fleet wrote, of one PROCESS or of all.
+    """Show the last lines that the processes of a fleet wrote, of one PROCESS or of all.
 
     \b
     Example:

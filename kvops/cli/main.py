@@ -19,6 +19,8 @@ VERBS = {
     "status": "Show the processes of a fleet and their state.",
     "logs": "Show what the processes of a fleet wrote.",
     "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
+    "top": "Watch the engines of a fleet: requests, KV cache, where tokens come from, waits.",
+    "trace": "Show what happened to a request on the router, on prefill and on decode.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 
@@ -48,7 +50,7 @@ class VerbGroup(click.Group):
 @click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, package_name="kvops", message="kvops %(version)s")
 def main() -> None:
-    r"""Run, check and trace a disaggregated vLLM fleet that moves its KV cache over NIXL.
+    """Run, check and trace a disaggregated vLLM fleet that moves its KV cache over NIXL.
 
     \b
     Example:

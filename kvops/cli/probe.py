@@ -93,7 +93,7 @@ def command(
       kvops probe --memory vram --devices 0,1
       kvops probe --listen 10.0.0.1:7777            on one host
       kvops probe --connect 10.0.0.1:7777           on the other
-    """  # noqa: D301 - click wants the control character itself
+    """
     if listen and connect:
         raise KvopsError("--listen and --connect exclude each other", "give one of them on each host")
     from kvops.cli.probe_view import ProbeView, print_report  # noqa: PLC0415

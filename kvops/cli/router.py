@@ -20,7 +20,7 @@ from kvops.errors import KvopsError
 def command(
     *, prefill: tuple[str, ...], decode: tuple[str, ...], mode: str, host: str, port: int, api_key_file: Path | None
 ) -> None:
-    r"""Route OpenAI requests over prefill and decode engines that are already up.
+    """Route OpenAI requests over prefill and decode engines that are already up.
 
     \b
     Example:

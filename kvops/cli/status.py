@@ -14,7 +14,7 @@ from kvops.launch.rundir import FleetState, RunDir, known_names
 @click.option("--name", help="One fleet; all if left out.")
 @json_option
 def command(*, name: str | None, as_json: bool) -> None:
-    r"""Show the processes of each fleet and their state.
+    """Show the processes of each fleet and their state.
 
     Exit status 0 if every fleet shown is ready, 1 if one is not.
 

@@ -52,7 +52,7 @@ def command(
     as_json: bool,
     stock_connectors: bool,
 ) -> None:
-    r"""Start prefill and decode engines and a router, and prove that KV moves between them.
+    """Start prefill and decode engines and a router, and prove that KV moves between them.
 
     \b
     Example:
@@ -64,7 +64,7 @@ def command(
     overrides = _overrides(mode=mode, model=model, prefill=prefill, decode=decode)
     run_dir = RunDir(name)
     topology = load_topology(file, overrides, preset)
-    plan = make_plan(topology, name=name, log_dir=run_dir.log_dir, stock_connectors=stock_connectors)
+    plan = make_plan(topology, name=name, folder=run_dir.path, stock_connectors=stock_connectors)
     if dry_run:
         _print_plan(plan, as_json=as_json)
         return

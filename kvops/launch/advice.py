@@ -104,6 +104,11 @@ KNOWN_FAILURES = (
         "the router gave decode a handle that it cannot use; use `kvops router`, or check yours against what P returns",
     ),
     _known(
+        r"zmq\.error\.Again: Resource temporarily unavailable",
+        "prefill did not answer the NIXL handshake within vLLM's 5 s: its side channel cannot be reached from decode, "
+        "or its engine core was busy or starved of CPU",
+    ),
+    _known(
         r"NIXL transfer failure: (?P<kind>handshake\w*)",
         "the NIXL handshake failed ({kind}); check that decode reaches prefill's side-channel host and port, and that "
         "both run the same vLLM and NIXL",

@@ -18,6 +18,7 @@ from kvops.topology import OWN_HOST, Group, Mode, Platform, Topology
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+LOGS, JOURNAL = "logs", "journal"
 LOOPBACK = "127.0.0.1"
 # Where the search for free ports starts; 5600 is vLLM's default for the side channel.
 _FIRST_PORT = {"router": 8000, "prefill": 8100, "decode": 8200, "side channel": 5600}
@@ -130,13 +131,13 @@ class _Ports:
         raise KvopsError(f"no free port from {start} on for {what}", "stop something that listens there")
 
 
-def make_plan(topology: Topology, *, name: str, log_dir: Path, stock_connectors: bool = False) -> Plan:
+def make_plan(topology: Topology, *, name: str, folder: Path, stock_connectors: bool = False) -> Plan:
     """Return the plan for ``topology``; nothing is started or written.
 
     Args:
         topology: what to run.
         name: the fleet's name; the engines' ids start with it.
-        log_dir: where each process's log file will be.
+        folder: the fleet's folder; logs go to ``logs`` and journals to ``journal`` in it.
         stock_connectors: use vLLM's own connectors rather than the instrumented ones.
 
     Raises:
@@ -158,7 +159,7 @@ def make_plan(topology: Topology, *, name: str, log_dir: Path, stock_connectors:
                 index=index,
                 fleet=name,
                 ports=ports,
-                log_dir=log_dir,
+                folder=folder,
                 stock=stock_connectors,
                 spread=spread,
             )
@@ -166,7 +167,7 @@ def make_plan(topology: Topology, *, name: str, log_dir: Path, stock_connectors:
         ]
         for role, group in groups
     }
-    router = _router(topology, engines, router_port, log_dir)
+    router = _router(topology, engines, router_port, folder / LOGS)
     return Plan(
         name=name,
         model=_model_path(topology.model),
@@ -187,7 +188,7 @@ def _engine(
     index: int,
     fleet: str,
     ports: _Ports,
-    log_dir: Path,
+    folder: Path,
     stock: bool,
     spread: bool,
 ) -> Process:
@@ -217,12 +218,11 @@ def _engine(
         side_channel_ports=side_channel_ports,
         argv=(
             *_engine_argv(topology, group, host=host, port=port),
-            "--kv-transfer-config",
-            json.dumps(_kv_transfer_config(topology, role, engine_id, stock=stock)),
+            *_connector_argv(topology, role, name, engine_id, None if stock else folder / JOURNAL),
             *group.args,
         ),
         env=_engine_env(topology, group, advertised, side_channel_ports[0], devices),
-        log_file=str(log_dir / f"{name}.log"),
+        log_file=str(folder / LOGS / f"{name}.log"),
     )
 
 
@@ -239,7 +239,8 @@ def _engine_argv(topology: Topology, group: Group, *, host: str, port: int) -> I
         yield from ("--data-parallel-size", str(group.data_parallel))
 
 
-def _kv_transfer_config(topology: Topology, role: str, engine_id: str, *, stock: bool) -> dict[str, Any]:
+def _connector_argv(topology: Topology, role: str, name: str, engine_id: str, journal: Path | None) -> Iterable[str]:
+    """Yield what chooses and sets up the connector: the stock one where there is no ``journal``."""
     bidirectional = topology.mode is Mode.BIDIRECTIONAL
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
     if bidirectional and role == "prefill":
@@ -259,9 +260,13 @@ def _kv_transfer_config(topology: Topology, role: str, engine_id: str, *, stock:
         "kv_buffer_device": _BUFFER_DEVICE[topology.platform],
         "kv_connector_extra_config": extra,
     }
-    if not stock:
+    if journal:
         config["kv_connector_module_path"] = "kvops_connectors"
-    return config
+        extra["kvops"] = {"journal_dir": str(journal), "engine_name": name, "role": role}
+    yield from ("--kv-transfer-config", json.dumps(config))
+    if journal and bidirectional and role == "decode":
+        # vLLM leaves D's handle out of streamed answers; without it no streaming client's KV is ever read back.
+        yield from ("--middleware", "kvops_connectors.streaming.StreamedHandles")
 
 
 def _engine_env(

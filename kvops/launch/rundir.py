@@ -17,7 +17,7 @@ from typing import IO
 import msgspec
 
 from kvops.errors import KvopsError
-from kvops.launch.plan import Plan
+from kvops.launch.plan import JOURNAL, LOGS, Plan
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
@@ -91,16 +91,21 @@ class RunDir:
             )
         self.name = name
         self.path = state_home() / name
-        self.log_dir = self.path / "logs"
+        self.log_dir = self.path / LOGS
+        self.journal_dir = self.path / JOURNAL
         self._plan_file = self.path / "plan.json"
         self._state_file = self.path / "state.json"
         self._lock_file = self.path / "lock"
 
     def prepare(self, plan: Plan) -> None:
-        """Create the folder, empty its logs and write the plan. Only the user may read it: env may hold secrets."""
+        """Create the folder, empty its logs and journals and write the plan.
+
+        Only the user may read it, for the plan's environment may hold secrets.
+        """
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        shutil.rmtree(self.log_dir, ignore_errors=True)
-        self.log_dir.mkdir(mode=0o700)
+        for folder in (self.log_dir, self.journal_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(mode=0o700)
         _write_whole(self._plan_file, msgspec.json.encode(plan))
 
     def take_lock(self) -> IO[str] | None:

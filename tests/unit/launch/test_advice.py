@@ -24,6 +24,7 @@ LOGS = Path(__file__).parents[2] / "fixtures" / "engine_logs"
         ("side-channel-port-in-use", "side-channel port 127.0.0.1:5600 is taken"),
         ("side-channel-address", "203.0.113.9:5690, which is no address of this machine"),
         ("vllm-script-of-cpu-build", "python -m vllm.entrypoints.openai.api_server"),
+        ("handshake-timeout", "did not answer the NIXL handshake within vLLM's 5 s"),
         ("handshake-mismatch", "prefill and decode refuse each other's KV"),
     ],
 )

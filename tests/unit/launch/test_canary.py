@@ -11,7 +11,7 @@ NOTHING = Counters(transferred_tokens=0, cached_tokens=0, computed_tokens=0, kv_
 
 
 def plan_of(tmp_path: Path, **overrides: Any) -> Plan:
-    return make_plan(load_topology(None, overrides, "cpu-demo"), name="f", log_dir=tmp_path)
+    return make_plan(load_topology(None, overrides, "cpu-demo"), name="f", folder=tmp_path)
 
 
 def took_part(**counts: float) -> Counters:
@@ -58,7 +58,8 @@ def test_a_router_that_skips_prefill_is_named(tmp_path: Path) -> None:
 
 
 def test_the_cause_is_read_from_the_engines_log(tmp_path: Path) -> None:
-    (tmp_path / "decode-0.log").write_text("WARNING Got kv_transfer_params, but no KVConnector found.\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "decode-0.log").write_text("WARNING Got kv_transfer_params, but no KVConnector found.\n")
     added = {"prefill-0": took_part(requests=2), "decode-0": took_part(computed_tokens=307, requests=1)}
     assert judge(plan_of(tmp_path), added, 307).cause.startswith("decode-0: the engine runs without a KV connector")
 

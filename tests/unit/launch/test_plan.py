@@ -14,7 +14,7 @@ from kvops.topology import load_topology
 
 
 def plan_of(preset: str = "cpu-demo", *, stock: bool = False, **overrides: Any) -> Plan:
-    return make_plan(load_topology(None, overrides, preset), name="f", log_dir=Path("/logs"), stock_connectors=stock)
+    return make_plan(load_topology(None, overrides, preset), name="f", folder=Path("/fleet"), stock_connectors=stock)
 
 
 def kv_config(plan: Plan, name: str) -> dict[str, Any]:
@@ -101,7 +101,9 @@ def test_the_connector_follows_the_mode(mode: str, connector: str, prefill_role:
 def test_bidirectional_settings_reach_both_sides() -> None:
     plan = plan_of(mode="bidirectional", kv={"decoder_ttl": 60, "recompute_threshold": 128, "lease": 12})
     for name in ("prefill-0", "decode-0"):
-        assert kv_config(plan, name)["kv_connector_extra_config"] == {
+        extra = kv_config(plan, name)["kv_connector_extra_config"]
+        del extra["kvops"]
+        assert extra == {
             "backends": ["UCX"],
             "kv_lease_duration": 12,
             "bidirectional_kv_xfer": True,
@@ -114,8 +116,25 @@ def test_instrumented_connectors_are_the_default() -> None:
     assert kv_config(plan_of(), "decode-0")["kv_connector_module_path"] == "kvops_connectors"
 
 
+def test_each_instrumented_engine_keeps_a_journal_under_its_own_name() -> None:
+    settings = kv_config(plan_of(), "decode-0")["kv_connector_extra_config"]["kvops"]
+    assert settings == {"journal_dir": "/fleet/journal", "engine_name": "decode-0", "role": "decode"}
+
+
+def test_decode_streams_its_handles_in_bidirectional_mode() -> None:
+    middleware = {
+        (mode, engine.role): "--middleware" in engine.argv
+        for mode in ("pull", "bidirectional", "push")
+        for engine in plan_of(mode=mode).engines
+    }
+    assert [key for key, there in middleware.items() if there] == [("bidirectional", "decode")]
+
+
 def test_stock_connectors_name_no_module() -> None:
-    assert "kv_connector_module_path" not in kv_config(plan_of(stock=True), "decode-0")
+    plan = plan_of(stock=True, mode="bidirectional")
+    assert "kv_connector_module_path" not in kv_config(plan, "decode-0")
+    assert "kvops" not in kv_config(plan, "decode-0")["kv_connector_extra_config"]
+    assert "--middleware" not in plan.role("decode")[0].argv
 
 
 def test_devices_are_dealt_out_in_order() -> None:

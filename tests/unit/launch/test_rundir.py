@@ -13,7 +13,7 @@ from kvops.topology import load_topology
 @pytest.fixture
 def run_dir() -> RunDir:
     run_dir = RunDir("f")
-    run_dir.prepare(make_plan(load_topology(preset="cpu-demo"), name="f", log_dir=run_dir.log_dir))
+    run_dir.prepare(make_plan(load_topology(preset="cpu-demo"), name="f", folder=run_dir.path))
     return run_dir
 
 

@@ -93,7 +93,7 @@ def fake_plan(*, prefill: list[str] | None = None, decode: list[str] | None = No
     """Return the plan of a demo fleet with scripted engines that get the extra arguments of their role."""
     extra = {"prefill": prefill or [], "decode": decode or []}
     topology = load_topology(None, {"decode": {"replicas": decodes}}, "cpu-demo")
-    plan = make_plan(topology, name=NAME, log_dir=RunDir(NAME).log_dir)
+    plan = make_plan(topology, name=NAME, folder=RunDir(NAME).path)
     processes = tuple(
         process
         if process.role == "router"

@@ -1,0 +1,1 @@
+"""Stands in for the gguf package, which some vLLM versions import and no check needs."""
