@@ -23,7 +23,7 @@ SIDE_COMMAND = (sys.executable, "-m", "kvops.doctor.probe.side")
 _COMPLAINT = re.compile(r"^[EWF]\d{4} | (ERROR|WARN|WARNING) |^\w+Error: ")
 _READ_BYTES = 64 * 2**10
 _MOST_LINE_BYTES = 64 * 2**10
-_MOST_LOG_LINES = 4_000
+_MOST_LOG_LINES = 50_000  # four UCX workers write a table for each pair of memory kinds
 _LAST_LOG_LINES = 50
 
 
