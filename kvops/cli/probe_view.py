@@ -120,7 +120,7 @@ def _facts(report: Report) -> Table:
         facts.add_row("counters", ", ".join(f"{name} +{value}" for name, value in grown))
     for name, side in (("here", report.me), ("peer", report.peer)):
         facts.add_row(name, Text(_side(side.device, side.instance, side.rdma_devices)))
-    facts.add_row("NIXL", f"{report.me.nixl}, plugins {', '.join(report.me.plugins)}")
+    facts.add_row("NIXL", f"{report.me.nixl or 'version unknown'}, plugins {', '.join(report.me.plugins)}")
     for warning in evidence.warnings:
         facts.add_row("NIXL says", Text(warning, style="yellow"))
     if report.role == "listen":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     import socket
 
 SIDE_COMMAND = (sys.executable, "-m", "kvops.doctor.probe.side")
+# NIXL's C++ (glog) and Python lines, UCX's, and the last line of a traceback.
+_COMPLAINT = re.compile(r"^[EWF]\d{4} | (ERROR|WARN|WARNING) |^\w+Error: ")
 _READ_BYTES = 64 * 2**10
 _MOST_LINE_BYTES = 64 * 2**10
-_MOST_LOG_LINES = 4_000
+_MOST_LOG_LINES = 50_000  # four UCX workers write a table for each pair of memory kinds
 _LAST_LOG_LINES = 50
 
 
@@ -117,7 +120,7 @@ class Child:
     def complaint(self) -> str:
         """Return the last error or warning that NIXL or UCX wrote; an empty string if there is none."""
         for line in reversed(self.last_log):
-            if any(mark in line for mark in (" ERROR ", " WARN ", "Error:")) or line.startswith(("E", "W", "F")):
+            if _COMPLAINT.search(line):
                 return line.strip()[:200]
         return ""
 

@@ -62,11 +62,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
 
 
-def start_evidence() -> dict[str, int]:
-    """Return the counters before the first byte."""
-    return read_counters()
-
-
 def make_report(
     role: Literal["pair", "connect", "listen"],
     finished: Finished,
@@ -76,7 +71,7 @@ def make_report(
     log: list[str],
     counters_before: dict[str, int],
 ) -> Report:
-    """Put together what the sides measured and what this host shows.
+    """Return what the sides measured and what this host shows as one report.
 
     Args:
         role: how this probe was started.
@@ -84,20 +79,9 @@ def make_report(
         backend: NIXL's backend.
         memory: what was moved.
         log: this side's log lines.
-        counters_before: from ``start_evidence``.
+        counters_before: from ``evidence.read_counters``, before the first byte.
     """
-    same_host = bool(finished.me.host) and finished.me.host == finished.peer.host
     evidence = _evidence(read_log(log, memory), grown(counters_before, read_counters()), finished.moved_bytes)
-    facts = Facts(
-        runs=finished.runs,
-        backend=backend,
-        memory=memory,
-        instance=finished.me.instance,
-        same_host=same_host,
-        route=evidence.route,
-        rdma_expected=_has_rdma(finished.me) and _has_rdma(finished.peer),
-        trouble=tuple(trouble_in(evidence.counters)),
-    )
     peer = PeerSide(
         host=finished.peer.host,
         instance=finished.peer.instance,
@@ -108,15 +92,32 @@ def make_report(
         role=role,
         backend=backend,
         memory=memory,
-        same_host=same_host,
+        same_host=_is_one_host(finished),
         me=finished.me,
         peer=peer,
         runs=finished.runs,
         moved_bytes=finished.moved_bytes,
         checks=finished.checks,
         evidence=evidence,
-        verdict=_with_peer_checks(judge(facts), finished.wrong_bytes),
+        verdict=_with_peer_checks(judge(_facts(finished, backend, memory, evidence)), finished.wrong_bytes),
     )
+
+
+def _facts(finished: Finished, backend: str, memory: Memory, evidence: Evidence) -> Facts:
+    return Facts(
+        runs=finished.runs,
+        backend=backend,
+        memory=memory,
+        instance=finished.me.instance,
+        same_host=_is_one_host(finished),
+        route=evidence.route,
+        rdma_expected=_has_rdma(finished.me) and _has_rdma(finished.peer),
+        trouble=tuple(trouble_in(evidence.counters)),
+    )
+
+
+def _is_one_host(finished: Finished) -> bool:
+    return bool(finished.me.host) and finished.me.host == finished.peer.host
 
 
 def _has_rdma(side: SideInfo | Hello) -> bool:

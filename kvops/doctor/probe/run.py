@@ -13,8 +13,9 @@ import msgspec
 from kvops.doctor.probe.channel import is_frame_of
 from kvops.doctor.probe.child import Child
 from kvops.doctor.probe.errors import ProbeTroubleError
+from kvops.doctor.probe.evidence import read_counters
 from kvops.doctor.probe.messages import Failed, Finished, Hello, Memory, Progress, SideJob
-from kvops.doctor.probe.report import Report, make_report, start_evidence
+from kvops.doctor.probe.report import Report, make_report
 from kvops.errors import KvopsError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def probe_pair(settings: Settings, show: Show) -> Report:
     with ExitStack() as stack:
         stack.enter_context(mine)
         stack.enter_context(theirs)
-        before = start_evidence()
+        before = read_counters()
         own_device, peer_device = (*settings.devices, None, None)[:2]
         peer = _start(stack, "the peer", _job(settings, "peer", peer_device, 1), theirs)
         own = _start(stack, "this side", _job(settings, "initiator", own_device, 0), mine)
@@ -146,7 +147,7 @@ def _one_side(
 ) -> Report:
     with ExitStack() as stack:
         stack.enter_context(connection)
-        before = start_evidence()
+        before = read_counters()
         child = _start(stack, "this side", job, connection)
         finished = _watch(child, [child], connection, settings.timeout_seconds, show)
         return _report(role, settings, finished, child, before)
