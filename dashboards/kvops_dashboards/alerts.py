@@ -136,7 +136,7 @@ TRANSFER_ALERTS = (
     Alert(
         "KvopsTransferStuck",
         "max by (instance, model_name, engine, direction) (kvops_oldest_inflight_transfer_age_seconds)",
-        '> on (instance, model_name, engine) group_left () ($share_of_lease * max by (instance, model_name, engine) '
+        "> on (instance, model_name, engine) group_left () ($share_of_lease * max by (instance, model_name, engine) "
         '(kvops_config_seconds{param="kv_lease_duration"}))',
         "a transfer has been in flight for more than $share_of_lease of kv_lease_duration",
         f"A KV transfer on {ENGINE} does not end",
@@ -265,7 +265,7 @@ HOLD_ALERTS = (
     ),
     Alert(
         "KvopsPrefillDecodeImbalance",
-        "max(instance:kvops_held_blocks:ratio{holder=\"prefill\"})",
+        'max(instance:kvops_held_blocks:ratio{holder="prefill"})',
         "> $share",
         "prefill holds more than $share of its blocks while more than $queued requests queue for decode",
         "Decode does not keep up with prefill",
@@ -277,8 +277,7 @@ HOLD_ALERTS = (
 PUSH_ALERTS = (
     Alert(
         "KvopsPushRegistrationStuck",
-        "max by (instance, model_name, engine) "
-        '(kvops_push_oldest_pending_age_seconds{kind="registrations"})',
+        'max by (instance, model_name, engine) (kvops_push_oldest_pending_age_seconds{kind="registrations"})',
         "> $seconds",
         "decode's registration has waited longer than $seconds s for prefill",
         f"Push: a registration on {ENGINE} waits for its prefill",
@@ -378,7 +377,7 @@ ROUTER_ALERTS = (
     Alert(
         "KvopsRouterTurnsWithoutHandle",
         "sum by (instance, streamed) (rate(kvops_router_turns_without_handle_total[15m])) "
-        '/ on (instance) group_left () sum by (instance) '
+        "/ on (instance) group_left () sum by (instance) "
         '(rate(kvops_router_legs_total{role="decode",outcome="ok"}[15m]))',
         "> $share",
         "more than $share of decode's answers brought no handle",
@@ -441,7 +440,7 @@ TRUST_ALERTS = (
     ),
     Alert(
         "KvopsConfigMismatch",
-        'count by (model_name, param) (count by (model_name, param, value) (count_values by (model_name, param) '
+        "count by (model_name, param) (count by (model_name, param, value) (count_values by (model_name, param) "
         '("value", kvops_config_seconds)))',
         "> $values",
         "engines of one model have different lifetimes configured",
@@ -476,7 +475,7 @@ TRUST_ALERTS = (
     Alert(
         "KvopsWatchdog",
         "vector(1)",
-        "> $value",
+        "> $floor",
         "always: shows that alerts reach you",
         "Alerts arrive",
         "Always firing. If your dead man's switch stops receiving it, Prometheus or Alertmanager is down.",
@@ -486,8 +485,7 @@ TRUST_ALERTS = (
 STOCK_ALERTS = (
     Alert(
         "KvopsStockReadAfterExpiry",
-        "sum by (instance, model_name) "
-        + either("increase(vllm:nixl_num_notifications_after_expiry_total[10m])"),
+        "sum by (instance, model_name) " + either("increase(vllm:nixl_num_notifications_after_expiry_total[10m])"),
         "> $reads",
         "more than $reads completion notices after expiry in 10 minutes (stock vLLM)",
         f"Answers of {MODEL} may be wrong: KV was read after its lease on {ENGINE}",
@@ -520,8 +518,7 @@ STOCK_ALERTS = (
     ),
     Alert(
         "KvopsStockKvNotMoving",
-        'sum by (model_name) '
-        + either('rate(vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}[10m])'),
+        "sum by (model_name) " + either('rate(vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}[10m])'),
         "== 0",
         "more than $tokens_per_second prompt tokens a second are computed and none is loaded (stock vLLM)",
         f"No prompt token of {MODEL} comes from a peer",

@@ -40,11 +40,7 @@ def fill(text: str, alert: Alert) -> str:
     Raises:
         KeyError: a ``$word`` has no value.
     """
-    return Template(text).substitute({"labels": "$labels", "value": "$value", **_words(alert)})
-
-
-def _words(alert: Alert) -> dict[str, str]:
-    return {name: str(value) for name, value in thresholds(alert).items() if name != "value"}
+    return Template(text).substitute(thresholds(alert), labels="$labels", value="$value")
 
 
 def measure(alert: Alert) -> str:
@@ -56,8 +52,7 @@ def expression(alert: Alert) -> str:
     """Return the alert's whole PromQL."""
     if alert.name in BURNS:
         return _burn(alert)
-    breach = alert.breach.replace("$value", str(thresholds(alert).get("value", "")))
-    return fill(f"({alert.measure}) {breach} {alert.guard}".strip(), alert)
+    return fill(f"({alert.measure}) {alert.breach} {alert.guard}".strip(), alert)
 
 
 def _burn(alert: Alert) -> str:
