@@ -65,7 +65,7 @@ WORTH = Row(
         number(
             "Router's handle hits",
             "Share of later turns for which the router had a usable handle.",
-            ("KvopsReadbackDeclined",),
+            ("KvopsRouterHandleMisses",),
             ratio(
                 increase("kvops_router_handles_total", outcome="hit"),
                 increase(
@@ -93,7 +93,7 @@ REUSE = Row(
         stacked(
             "Turns at the router",
             "hit, or why there was no handle to send.",
-            ("KvopsReadbackDeclined",),
+            ("KvopsRouterHandleMisses",),
             "reqps",
             Query(rate("kvops_router_handles_total", "outcome"), "{{outcome}}"),
         ),
@@ -123,7 +123,7 @@ REUSE = Row(
         series(
             "Streamed answers without a handle",
             "Answers of decode that brought the router no handle, a second. Above 0: the next turn is recomputed.",
-            ("KvopsReadbackDeclined",),
+            ("KvopsRouterTurnsWithoutHandle", "KvopsStreamedHandlesMissing"),
             "reqps",
             Query(rate("kvops_router_turns_without_handle_total", "streamed"), "streamed {{streamed}}"),
             Query(rate("kvops_streamed_handles_total", "outcome"), "engine: {{outcome}}"),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import yaml
 
 from kvops.launch.plan import Process
@@ -81,8 +82,6 @@ async def strand_on_prefill(session: aiohttp.ClientSession, prefill: Process) ->
 
 async def stall(pid: int, seconds: float) -> None:
     """Stop a process and its children's work for a while: a slow peer."""
-    import psutil
-
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for process in family:
         process.send_signal(signal.SIGSTOP)
