@@ -21,7 +21,6 @@ WORTH = Row(
             ),
             "percentunit",
             steps=(0.9, 0.5),
-            none="no readback",
         ),
         number(
             "Prefill saved",
@@ -32,7 +31,6 @@ WORTH = Row(
                 increase("kvops_prompt_tokens_total", role="prefill"),
             ),
             "percentunit",
-            none="no readback",
         ),
         number(
             "Tokens saved",
@@ -52,7 +50,6 @@ WORTH = Row(
             ),
             "percentunit",
             steps=(0.8, 0.95),
-            none="no holds",
         ),
         number(
             "Decode's cache held",
@@ -75,7 +72,6 @@ WORTH = Row(
             ),
             "percentunit",
             steps=(0.9, 0.5),
-            none="no later turn",
         ),
     ),
 )
@@ -105,7 +101,7 @@ REUSE = Row(
             Query(rate("kvops_prompt_tokens_total", "source", role="prefill"), "{{source}}"),
         ),
         series(
-            "Readback: wait and rate",
+            "Wait for a readback",
             "p50 and p99 of the wait for the history. Compare with the prefill time that it saves.",
             ("recompute-threshold",),
             "s",

@@ -25,7 +25,12 @@ _NAMESPACE = "monitoring"
 
 
 def write_provisioning(
-    folder: Path, engines: list[Target], routers: list[Target], prometheus_url: str = _PROMETHEUS_URL
+    folder: Path,
+    engines: list[Target],
+    routers: list[Target],
+    prometheus_url: str = _PROMETHEUS_URL,
+    *,
+    interval_seconds: int = 15,
 ) -> list[Path]:
     """Write everything below ``folder`` and return the files.
 
@@ -34,9 +39,10 @@ def write_provisioning(
         engines: what Prometheus scrapes as engines, with the label ``role``.
         routers: what it scrapes as routers.
         prometheus_url: where Grafana finds Prometheus.
+        interval_seconds: time between two scrapes.
     """
-    files = dict(_grafana_files(folder, prometheus_url))
-    files |= dict(_prometheus_files(engines, routers)) | dict(_kubernetes_files())
+    files = dict(_grafana_files(folder, prometheus_url, interval_seconds))
+    files |= dict(_prometheus_files(engines, routers, interval_seconds)) | dict(_kubernetes_files())
     files["compose.yaml"] = _yaml(_compose())
     for name, text in files.items():
         file = folder / name
@@ -45,14 +51,14 @@ def write_provisioning(
     return [folder / name for name in files]
 
 
-def _grafana_files(folder: Path, prometheus_url: str) -> Iterator[tuple[str, str]]:
-    yield "grafana/provisioning/datasources/kvops.yaml", _yaml(_datasource(prometheus_url))
+def _grafana_files(folder: Path, prometheus_url: str, interval_seconds: int) -> Iterator[tuple[str, str]]:
+    yield "grafana/provisioning/datasources/kvops.yaml", _yaml(_datasource(prometheus_url, interval_seconds))
     yield "grafana/provisioning/dashboards/kvops.yaml", _yaml(_provider(folder.absolute() / "grafana/dashboards"))
     for uid, board in stored.dashboards().items():
         yield f"grafana/dashboards/{uid}.json", _json(board)
 
 
-def _datasource(prometheus_url: str) -> dict[str, Any]:
+def _datasource(prometheus_url: str, interval_seconds: int) -> dict[str, Any]:
     source = {
         "name": "Prometheus (kvops)",
         "uid": DATASOURCE_UID,
@@ -64,6 +70,8 @@ def _datasource(prometheus_url: str) -> dict[str, Any]:
         # replaces single dollars of provisioning files by environment variables.
         "jsonData": {
             "httpMethod": "POST",
+            # Grafana takes rates over at least four times this.
+            "timeInterval": f"{interval_seconds}s",
             "exemplarTraceIdDestinations": [
                 {
                     "name": "request_id",
@@ -87,8 +95,8 @@ def _provider(dashboards: Path) -> dict[str, Any]:
     return {"apiVersion": 1, "providers": [provider]}
 
 
-def _prometheus_files(engines: list[Target], routers: list[Target]) -> Iterator[tuple[str, str]]:
-    config = prometheus_config(engines, routers, interval_seconds=15, rule_files=[_RULES_GLOB])
+def _prometheus_files(engines: list[Target], routers: list[Target], interval_seconds: int) -> Iterator[tuple[str, str]]:
+    config = prometheus_config(engines, routers, interval_seconds=interval_seconds, rule_files=[_RULES_GLOB])
     yield "prometheus/prometheus.yml", _yaml(config)
     for name, text in stored.rule_files().items():
         yield f"prometheus/rules/{name}", text

@@ -22,7 +22,6 @@ NOW = Row(
             "percentunit",
             steps=(0.999, 0.995),
             width=6,
-            none="no push traffic",
         ),
         number(
             "Given up",

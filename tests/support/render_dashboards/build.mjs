@@ -16,6 +16,6 @@ await esbuild.build({
   mainFields: ['browser', 'main', 'module'],
   conditions: ['browser', 'require', 'default'],
   define: { 'process.env.NODE_ENV': '"production"', global: 'window' },
-  loader: { '.svg': 'text', '.woff2': 'dataurl', '.png': 'dataurl', '.ttf': 'dataurl', '.css': 'empty' },
+  loader: { '.svg': 'text', '.woff2': 'dataurl', '.png': 'dataurl', '.ttf': 'dataurl', '.css': 'text' },
   logLevel: 'error',
 });

@@ -4,7 +4,6 @@ import {
   createTheme,
   FieldType,
   getFieldDisplayValues,
-  standardEditorsRegistry,
   standardFieldConfigEditorRegistry,
   standardTransformers,
   standardTransformersRegistry,
@@ -12,13 +11,12 @@ import {
 } from '@grafana/data';
 import {
   BigValue,
-  getStandardFieldConfigs,
-  getStandardOptionEditors,
   PanelChrome,
   Table,
   ThemeContext,
   TimeSeries,
 } from '@grafana/ui';
+import uplotStyle from 'uplot/dist/uPlot.min.css';
 import { createRoot } from 'react-dom/client';
 import { firstValueFrom } from 'rxjs';
 
@@ -30,13 +28,16 @@ const { board, prometheus, start, end } = window.RENDER;
 const step = Math.max(1, Math.round((end - start) / 300));
 const rateWindow = window.RENDER.rateWindow;
 
-standardEditorsRegistry.setInit(getStandardOptionEditors);
-standardFieldConfigEditorRegistry.setInit(getStandardFieldConfigs);
+// The field options that the dashboards set; Grafana registers them with their editors, which are not needed here.
+const OPTIONS = ['unit', 'min', 'max', 'color', 'thresholds', 'mappings', 'noValue', 'decimals'];
+standardFieldConfigEditorRegistry.setInit(() =>
+  OPTIONS.map((id) => ({ id, path: id, name: id, process: (value) => value, shouldApply: () => true }))
+);
 standardTransformersRegistry.setInit(() =>
   [standardTransformers.mergeTransformer, standardTransformers.organizeFieldsTransformer].map((transformation) => ({
     id: transformation.id,
     name: transformation.name,
-    transformation,
+    transformation: async () => transformation,
   }))
 );
 
@@ -178,6 +179,9 @@ async function main() {
   }
   const bottom = Math.max(...board.panels.map(({ gridPos }) => gridPos.y + gridPos.h));
   document.body.style.cssText = `margin:0;background:${theme.colors.background.canvas};color:${theme.colors.text.primary};font-family:Inter,Helvetica,Arial,sans-serif;font-size:14px`;
+  const style = document.createElement('style');
+  style.textContent = `${uplotStyle} * { box-sizing: border-box } button { all: unset; color: inherit; font: inherit }`;
+  document.head.append(style);
   const root = document.getElementById('root');
   root.style.cssText = `position:relative;width:${WIDTH}px;height:${bottom * ROW + 40}px`;
   createRoot(root).render(
