@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TAG = "kvops"
-RUNBOOK_URL_PREFIX = "https://github.com/kvops/kvops/blob/main/runbooks"
+RUNBOOK_URL_PREFIX = "https://kvops.example/runbooks"
 ALERT_LIST_URL = "/alerting/list?queryString=Kvops"
 
 

@@ -24,6 +24,7 @@ VERBS = {
     "report": "Show latencies and what KV did, of a bench run or of journals.",
     "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
     "bench": "Measure fleets under single requests or growing conversations, in turns.",
+    "dashboards": "Generate, push, provision and check the Grafana dashboards and Prometheus rules.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 
