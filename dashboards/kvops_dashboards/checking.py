@@ -109,7 +109,7 @@ async def _require_prometheus(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, ask: Ask, window_seconds: int) -> Answer:
-    exprs = sorted(metrics_of(ask.expr)) if ask.is_alert else [ask.expr]
+    exprs = _alternatives_as_one(metrics_of(ask.expr)) if ask.is_alert else [ask.expr]
     counts = []
     for expr in exprs:
         body = await _query_range(session, url, expr, window_seconds)
@@ -119,6 +119,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, ask: Ask, window_second
     empty = [expr for expr, count in zip(exprs, counts, strict=True) if count == 0]
     message = f"no series of {', '.join(empty)}" if empty and ask.is_alert else ""
     return Answer(ask.source, ask.title, ask.expr, "empty" if empty else "data", sum(counts), message)
+
+
+def _alternatives_as_one(names: set[str]) -> list[str]:
+    """Return queries for ``names``; the two spellings that Prometheus 2 and 3 give a vLLM metric are one."""
+    spelled_both = {name for name in names if name.startswith("vllm:") and name.replace(":", "_") in names}
+    rest = names - spelled_both - {name.replace(":", "_") for name in spelled_both}
+    return sorted(rest | {f"{name} or {name.replace(':', '_')}" for name in spelled_both})
 
 
 async def _query_range(session: aiohttp.ClientSession, url: str, expr: str, window_seconds: int) -> dict[str, Any]:

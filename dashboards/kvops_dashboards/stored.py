@@ -17,11 +17,9 @@ def dashboards() -> dict[str, dict[str, Any]]:
 
 
 def rule_files() -> dict[str, str]:
-    """Return the text of every rule file by its name; empty where the package has none."""
+    """Return the text of every Prometheus rule file by its name."""
     folder = resources.files("kvops_dashboards").joinpath("rules")
-    if not folder.is_dir():
-        return {}
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+    files = sorted((file for file in folder.iterdir() if file.name.startswith("kvops-")), key=lambda file: file.name)
     return {file.name: file.read_text() for file in files}
 
 

@@ -23,8 +23,8 @@ VERBS = {
     "trace": "Show what happened to a request on the router, on prefill and on decode.",
     "report": "Show latencies and what KV did, of a bench run or of journals.",
     "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
-    "bench": "Measure fleets under single requests or growing conversations, in turns.",
     "dashboards": "Generate, push, provision and check the Grafana dashboards and Prometheus rules.",
+    "bench": "Measure fleets under single requests or growing conversations, in turns.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from kvops.errors import KvopsError
+from kvops_dashboards import stored
 from kvops_dashboards.checking import check
 from kvops_dashboards.provision import write_provisioning
 from kvops_dashboards.scraping import Target, prometheus_config
@@ -53,8 +54,11 @@ def prometheus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prometheus")
     engines, router = [MetricSource(router=False), MetricSource(router=False)], MetricSource(router=True)
     targets = [Target(each.address, {"role": role}) for each, role in zip(engines, ("prefill", "decode"), strict=True)]
-    config = prometheus_config(targets, [Target(router.address)], interval_seconds=1, rule_files=[])
+    config = prometheus_config(targets, [Target(router.address)], interval_seconds=1, rule_files=["rules/*.yaml"])
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    (folder / "rules").mkdir()
+    for name, text in stored.rule_files().items():
+        (folder / "rules" / name).write_text(text)
     url = f"http://127.0.0.1:{free_port()}"
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
@@ -82,6 +86,13 @@ async def test_every_panel_has_data(prometheus):
     panels = [answer for answer in answers if answer.source != "rules"]
     assert len(panels) > 100
     assert [(answer.source, answer.title, answer.expr) for answer in panels if answer.state != "data"] == []
+
+
+async def test_every_rule_has_data(prometheus):
+    answers = await check(prometheus, window_seconds=60, rate_window="5s")
+    rules = [answer for answer in answers if answer.source == "rules"]
+    assert len(rules) > 50
+    assert [(answer.title, answer.message or answer.expr) for answer in rules if answer.state != "data"] == []
 
 
 async def test_a_query_without_data_is_named(prometheus, monkeypatch):

@@ -12,6 +12,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from kvops_connectors.catalogue import CATALOGUE
 from kvops_dashboards import stored
+from kvops_dashboards.alerts import ALERTS
 from kvops_dashboards.checking import metrics_of
 from kvops_dashboards.generate import BOARDS, dashboard_json, write_dashboards
 from kvops_dashboards.panels import Board, Row, number
@@ -94,6 +95,15 @@ def test_every_metric_is_on_a_dashboard_or_left_out_on_purpose():
     asked = {name for _, panel in PANELS for query in panel.queries for name in metrics_of(query.expr)}
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
     assert set(CATALOGUE) - shown == NOT_ON_A_DASHBOARD
+
+
+def test_runbook_pages_of_panels_are_alerts_or_reference_pages():
+    named = {page for _, panel in PANELS for page in panel.pages if page.startswith("Kvops")}
+    assert named <= set(ALERTS)
+
+
+def test_every_alert_s_dashboard_exists():
+    assert {alert.dashboard for alert in ALERTS.values()} <= {board.uid for board in BOARDS}
 
 
 def test_uids_are_unique_and_say_kvops():
