@@ -22,6 +22,7 @@ VERBS = {
     "top": "Watch the engines of a fleet: requests, KV cache, where tokens come from, waits.",
     "trace": "Show what happened to a request on the router, on prefill and on decode.",
     "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
+    "runbook": "Show what an alert means, how to find its cause, and what to do.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 
