@@ -13,12 +13,11 @@ import msgspec
 import yaml
 
 from kvops.errors import KvopsError
+from kvops_connectors.catalogue import BASE_LABELS, CATALOGUE
 
 SEVERITIES = ("page", "ticket", "info")
 _FENCE = re.compile(r"^( *)```(promql|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _SELECTOR = re.compile(r"\b(kvops_\w+|vllm[:_]\w+)(\{[^}]*\})?")
-# Labels that every engine metric, or every router metric, has; others would make a query empty on metrics without them.
-_COMMON = {"kvops_router": ("instance",), "kvops": ("instance", "model_name"), "vllm": ("instance", "model_name")}
 
 
 @dataclass(frozen=True)
@@ -137,30 +136,46 @@ def _rank(alert: Alert) -> int:
 
 
 def with_labels(page: Page, labels: dict[str, str]) -> Page:
-    """Return the page with the alert's labels in every query, where the metric has the label."""
+    """Return the page with the alert's labels in its queries, where the metric has the label.
 
+    The alert's own query gets all of them; the diagnosis gets only the model, for the cause may be on another engine.
+    """
+    verification, heading, rest = page.text.partition("## Diagnosis")
+    model = {name: value for name, value in labels.items() if name == "model_name"}
+    return Page(page.name, _filled(verification, labels) + heading + _filled(rest, model), page.facts)
+
+
+def _filled(text: str, labels: dict[str, str]) -> str:
     def fill(match: re.Match[str]) -> str:
         indent, language, block = match.groups()
         filled = _SELECTOR.sub(lambda found: _select(found, labels), block) if language == "promql" else block
         return f"{indent}```{language}\n{filled}{indent}```"
 
-    return Page(page.name, _FENCE.sub(fill, page.text), page.facts)
+    return _FENCE.sub(fill, text)
 
 
 def _select(found: re.Match[str], labels: dict[str, str]) -> str:
     name, braces = found.group(1), found.group(2) or ""
-    family = "kvops_router" if name.startswith("kvops_router") else name[:5].rstrip(":_")
-    present = braces[1:-1].strip()
-    extra = [
-        f'{label}="{_quoted(labels[label])}"'
-        for label in _COMMON.get(family, ())
-        if label in labels and f"{label}=" not in present
-    ]
-    chosen = ",".join([*([present] if present else []), *extra])
-    # A recording rule's name holds a level before the metric's; what it kept of the labels is not known here.
+    # A recording rule's name holds a metric's between colons; what it kept of the labels is not known here.
     if found.string[: found.start()].endswith(":") or found.string[found.end() :].startswith(":"):
         return found.group(0)
+    present = braces[1:-1].strip()
+    taken = re.findall(r"(\w+)\s*[=!]", present)
+    extra = [
+        f'{label}="{_quoted(value)}"'
+        for label, value in labels.items()
+        if label in _labels_of(name) and label not in taken
+    ]
+    chosen = ",".join([*([present] if present else []), *extra])
     return f"{name}{{{chosen}}}" if chosen else name
+
+
+def _labels_of(name: str) -> set[str]:
+    metric = CATALOGUE.get(re.sub(r"_(bucket|sum|count)$", "", name)) or CATALOGUE.get(name)
+    if metric is None:
+        return {"instance", *BASE_LABELS}
+    base = {"instance"} if metric.source == "router" else {"instance", *BASE_LABELS}
+    return base | {label.name for label in metric.labels}
 
 
 def _quoted(value: str) -> str:
