@@ -25,6 +25,7 @@ VERBS = {
     "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
     "dashboards": "Generate, push, provision and check the Grafana dashboards and Prometheus rules.",
     "bench": "Measure fleets under single requests or growing conversations, in turns.",
+    "runbook": "Show what an alert means, how to find its cause, and what to do.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 
