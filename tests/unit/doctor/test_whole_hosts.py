@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from doctor_cases import SRD, Scene, set_config
+from doctor_cases import SRD, Scene, add_nixlbench, set_config
 from doctor_hosts import (
     HEALTHY,
     SITE,
@@ -178,6 +178,13 @@ def counters_of_sends_only() -> Fixture:
     return host
 
 
+def percentage_of_another_machine() -> Fixture:
+    """Trap 11: 90 % of the 50 GB/s that nixlbench takes for every pair is less than half of a p5en's line."""
+    host = p5en()
+    add_nixlbench(host, 45.1)
+    return host
+
+
 def g6e() -> Fixture:
     """Trap 12: the GPUs advertise GPUDirect, the instance does not carry it."""
     host = base("g6e.48xlarge")
@@ -242,6 +249,7 @@ TRAPS = (
     Trap("8-rate-of-old-driver", rate_of_an_old_driver, {"EFA-05": ["EFA-09"]}),
     Trap("9-host-bridge-on-p4d", p4d, {}),
     Trap("10-counters-at-zero", counters_of_sends_only, {}),
+    Trap("11-nixlbench-percentage", percentage_of_another_machine, {"NX-23": []}),
     Trap("12-no-gpudirect-on-g6e", g6e, {"GDR-01": []}),
     Trap("13-hidden-failures", recompute_hides_it, {"VL-13": [], "VL-14": []}),
     Trap("14-write-counters", write_counters_of_an_old_driver, {"EFA-05": ["EFA-15"]}),
