@@ -22,6 +22,7 @@ VERBS = {
     "top": "Watch the engines of a fleet: requests, KV cache, where tokens come from, waits.",
     "trace": "Show what happened to a request on the router, on prefill and on decode.",
     "report": "Show latencies and what KV did, of a bench run or of journals.",
+    "advise": "Say which mode, threshold and TTL fit, from what was measured.",
     "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
     "dashboards": "Generate, push, provision and check the Grafana dashboards and Prometheus rules.",
     "bench": "Measure fleets under single requests or growing conversations, in turns.",
