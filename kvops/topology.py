@@ -131,6 +131,10 @@ class Router(_Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on; loopback unless you mean to serve others.")
     port: Port | None = Field(None, description="Port to listen on; the first free one from 8000 if unset.")
+    admin_port: Port | None = Field(
+        None, description="Loopback port of the admin API (list, drain, add and remove engines); none if unset."
+    )
+    workers: int = Field(1, ge=1, le=64, description="Processes that serve clients, a core each.")
     api_key_file: Path | None = Field(None, description="File with one accepted API key a line.")
 
 

@@ -182,6 +182,8 @@ def make_plan(
         ]
         for role, group in groups
     }
+    if topology.router.admin_port:
+        ports.take("the router's admin API", "127.0.0.1", fixed=topology.router.admin_port, start=0)
     router = _router(topology, engines, router_port, folder)
     return Plan(
         name=name,
@@ -305,6 +307,10 @@ def _router(topology: Topology, engines: dict[str, list[Process]], port: int, fo
             argv += [f"--{role}", process.url if ranks == 1 else f"{process.url}#0-{ranks - 1}"]
     argv += ["--mode", topology.mode.value, "--host", topology.router.host, "--port", str(port)]
     argv += ["--decoder-ttl", str(topology.kv.decoder_ttl), "--journal", str(folder / JOURNAL / "router.jsonl")]
+    if topology.router.workers > 1:
+        argv += ["--workers", str(topology.router.workers)]
+    if topology.router.admin_port:
+        argv += ["--admin-port", str(topology.router.admin_port)]
     if topology.router.api_key_file:
         argv += ["--api-key-file", str(topology.router.api_key_file)]
     return Process(
