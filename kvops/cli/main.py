@@ -22,6 +22,8 @@ VERBS = {
     "top": "Watch the engines of a fleet: requests, KV cache, where tokens come from, waits.",
     "trace": "Show what happened to a request on the router, on prefill and on decode.",
     "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
+    "render": "Write the fleet as Kubernetes manifests, as a Slurm batch script or as a compose file.",
+    "collect": "Bring the journals of a cluster's pods, or of run folders, into one folder, redacted.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 
