@@ -8,8 +8,8 @@ INSTALLED := $(VENV)/installed
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # What the tests run beside Python: network namespaces, certificates.
-SYSTEM_PACKAGES := iproute2 openssl
-SYSTEM_COMMANDS := ip openssl
+SYSTEM_PACKAGES := iproute2 openssl shellcheck
+SYSTEM_COMMANDS := ip openssl shellcheck
 
 .PHONY: demo test test-fast test-fleet lint clean system-packages
 

@@ -132,7 +132,7 @@ def test_doctor_fails_a_node_that_offers_no_efa(cluster: Cluster) -> None:
     cluster.give("daemonsets", [])
     result = kvops("doctor", "--kubernetes", "--json")
     states = {row["id"]: row["state"] for row in json.loads(result.output)["findings"]}
-    assert (result.exit_code, states["K8S-01"]) == (1, "FAIL")
+    assert (result.exit_code, states["K8S-01"]) == (1, "fail")
 
 
 def test_doctor_says_that_a_cluster_does_not_answer(cluster: Cluster) -> None:
