@@ -131,7 +131,20 @@ class Router(_Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on; loopback unless you mean to serve others.")
     port: Port | None = Field(None, description="Port to listen on; the first free one from 8000 if unset.")
+    admin_port: Port | None = Field(
+        None, description="Loopback port of the admin API (list, drain, add and remove engines); none if unset."
+    )
+    workers: int = Field(1, ge=1, le=64, description="Processes that serve clients, a core each.")
     api_key_file: Path | None = Field(None, description="File with one accepted API key a line.")
+
+
+class Observability(_Section):
+    """Prometheus (and Grafana, where it is installed) beside the fleet."""
+
+    enabled: bool = Field(False, description="Start them with the fleet, as kvops up --observe does.")
+    prometheus_port: Port | None = Field(None, description="Port on loopback; the first free one from 9090 if unset.")
+    grafana_port: Port | None = Field(None, description="Port on loopback; the first free one from 3000 if unset.")
+    retention_hours: int = Field(48, ge=1, le=8760, description="How long Prometheus keeps its data.")
 
 
 class Topology(_Section):
@@ -146,6 +159,7 @@ class Topology(_Section):
     kv: Kv = Kv()
     transport: Transport = Transport()
     router: Router = Router()
+    observability: Observability = Observability()
 
     def groups(self) -> Iterator[tuple[str, Group]]:
         """Yield ``("prefill", group)`` and ``("decode", group)``."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
+import msgspec
 
 from kvops.bench.results import Leg
 from kvops.errors import KvopsError
@@ -34,6 +34,9 @@ _LEG_KEYS = (
 )
 # The journals' threads write what is queued within a second.
 _JOURNAL_SECONDS = 1.0
+
+# Per leg, when its cells ran: unix seconds.
+Windows = dict[str, list[tuple[float, float]]]
 
 
 class Target(NamedTuple):
@@ -150,11 +153,27 @@ async def model_of(session: aiohttp.ClientSession, leg: Leg, headers: Mapping[st
     return found
 
 
-async def copy_journals(targets: Iterable[Target], folder_of: Callable[[str], Path]) -> None:
-    """Copy what the legs' engines and routers wrote into the run's folder."""
+async def copy_journals(targets: Iterable[Target], windows: Windows, folder_of: Callable[[str], Path]) -> None:
+    """Copy what the legs' engines and routers wrote while their cells ran; legs may share engines."""
     await asyncio.sleep(_JOURNAL_SECONDS)
     for target in targets:
         if target.journal is None or not target.journal.is_dir():
             continue
         for path in sorted(target.journal.glob("*.jsonl*")):
-            await asyncio.to_thread(shutil.copyfile, path, folder_of(target.leg.name) / path.name)
+            copy = folder_of(target.leg.name) / path.name
+            await asyncio.to_thread(_copy_lines, path, copy, windows.get(target.leg.name, []))
+
+
+class _Stamped(msgspec.Struct):
+    ts: float
+
+
+def _copy_lines(path: Path, copy: Path, windows: list[tuple[float, float]]) -> None:
+    stamp = msgspec.json.Decoder(_Stamped).decode
+    with path.open("rb") as lines, copy.open("wb") as file:
+        for line in lines:
+            # A line that is being written has no end yet.
+            with contextlib.suppress(msgspec.DecodeError):
+                ts = stamp(line).ts
+                if any(begin <= ts <= end for begin, end in windows):
+                    file.write(line)

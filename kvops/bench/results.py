@@ -4,7 +4,7 @@ A run is a folder::
 
     run.json                    the ``Run``: workload, legs, counters, verdict, environment
     requests.jsonl              one ``RequestResult`` a line, in the order in which requests ended
-    journal/<leg>/<file>.jsonl  the journals that the leg's engines and router wrote meanwhile
+    journal/<leg>/<file>.jsonl  what the leg's engines and router wrote to their journals while its cells ran
 
 ``requests.jsonl`` and the journals may be compressed (``.gz`` behind the name). Times of day are unix seconds.
 """
@@ -133,6 +133,8 @@ class CellCounters(msgspec.Struct, kw_only=True, omit_defaults=True):
     leg: str
     round: int
     cell: Cell
+    started: float
+    """Unix seconds."""
     seconds: float
     """From the first arrival to the last answer."""
     prefill: RoleCounters

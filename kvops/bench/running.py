@@ -114,7 +114,7 @@ class Runner:
         except BaseException:
             work.close()
             raise
-        started, cpu = time.monotonic(), time.process_time()
+        began, started, cpu = time.time(), time.monotonic(), time.process_time()
         prompt_tokens = await work
         seconds, cpu = time.monotonic() - started, time.process_time() - cpu
         added = await counters.settled(self._session, server.leg, before, prompt_tokens)
@@ -123,6 +123,7 @@ class Runner:
                 leg=server.leg.name,
                 round=number,
                 cell=cell,
+                started=began,
                 seconds=seconds,
                 prefill=added["prefill"],
                 decode=added["decode"],

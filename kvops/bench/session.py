@@ -58,6 +58,7 @@ class Session:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._side_by_side = side_by_side
         self._counters: list[CellCounters] = []
+        self._windows: fleets.Windows = {}
         self._failed: dict[str, int] = {}
         self._first_errors: dict[str, str] = {}
         self.results: list[RequestResult] = []
@@ -82,6 +83,7 @@ class Session:
     def cell(self, counted: CellCounters) -> None:
         """Take what the engines counted."""
         self._counters.append(counted)
+        self._windows.setdefault(counted.leg, []).append((counted.started, time.time()))
         self._progress.cell(counted)
 
     async def _run(self, *, quiet: bool) -> Run:
@@ -114,7 +116,7 @@ class Session:
             finally:
                 for server in servers:
                     server.client.close()
-                await fleets.copy_journals(targets, self._writer.journal_folder)
+                await fleets.copy_journals(targets, self._windows, self._writer.journal_folder)
 
     def _summary(self, started: float) -> Run:
         problems = [problem for counted in self._counters for problem in counters.problems(counted)]

@@ -22,24 +22,19 @@ _FILE = click.Path(path_type=Path)
 _CACHE = click.Choice(["cold", "warm"])
 
 
-class _Numbers(click.ParamType[Any]):
-    """Numbers with commas between them."""
+def _numbers(least: float) -> Callable[[click.Context, click.Parameter, str], tuple[float, ...]]:
+    """Return the callback that reads numbers with commas between them, none below ``least``."""
 
-    name = "numbers"
-
-    def __init__(self, least: float) -> None:
-        self._least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
+    def read(_: click.Context, __: click.Parameter, value: str) -> tuple[float, ...]:
         try:
-            numbers = tuple(float(part) for part in str(value).split(","))
+            numbers = tuple(float(part) for part in value.split(","))
         except ValueError:
-            self.fail(f"{value!r} is not a list of numbers such as 1,2,4", param, ctx)
-        if min(numbers) < self._least:
-            self.fail(f"{min(numbers):g} is below {self._least:g}", param, ctx)
+            raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,4") from None
+        if not all(least <= number < float("inf") for number in numbers):
+            raise click.BadParameter(f"{value!r} has a number below {least:g} or without end")
         return numbers
+
+    return read
 
 
 def _common(function: Callable[..., None]) -> Callable[..., None]:
@@ -85,8 +80,15 @@ def command() -> None:
 
 
 @command.command("sweep")
-@click.option("--input-tokens", type=_Numbers(1), default="512,2048", show_default=True, help="Lengths of prompts.")
-@click.option("--rates", type=_Numbers(0), default="1", show_default=True,
+@click.option(
+    "--input-tokens",
+    metavar="N,...",
+    callback=_numbers(1),
+    default="512,2048",
+    show_default=True,
+    help="Lengths of prompts.",
+)
+@click.option("--rates", metavar="N,...", callback=_numbers(0), default="1", show_default=True,
               help="Requests a second; 0 for one at a time.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=30, show_default=True,
               help="How long requests arrive, per cell and round.")  # fmt: skip

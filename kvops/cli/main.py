@@ -24,7 +24,9 @@ VERBS = {
     "report": "Show latencies and what KV did, of a bench run or of journals.",
     "advise": "Say which mode, threshold and TTL fit, from what was measured.",
     "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
+    "dashboards": "Generate, push, provision and check the Grafana dashboards and Prometheus rules.",
     "bench": "Measure fleets under single requests or growing conversations, in turns.",
+    "runbook": "Show what an alert means, how to find its cause, and what to do.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,12 @@ from kvops.doctor.parsers import ParseError
 from kvops.errors import KvopsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvops.doctor.engines import Engine
 
+# Published retry of EFA's late enumeration (awsome-distributed-training's health check), while a boot is recent.
+LATE_LOOKS, LATE_LOOK_SECONDS, BOOT_SECONDS = 3, 5.0, 300.0
 TROUBLE = (State.FAIL, State.WARN)
 PAIR_CHECKS = tuple(
     check
@@ -190,10 +193,40 @@ def live_host() -> LiveHost:
     return host
 
 
+def wait_for_efas(first: Facts, look_again: Callable[[], Facts], sleep: Callable[[float], None] = time.sleep) -> Facts:
+    """Return a look at a machine whose EFAs have all appeared: they may come some seconds after boot.
+
+    Args:
+        first: the look that may be too early; the one that is returned compares with it.
+        look_again: takes another look.
+        sleep: waits for some seconds.
+    """
+    facts = first
+    for _ in range(LATE_LOOKS):
+        if not _more_may_appear(facts):
+            break
+        sleep(LATE_LOOK_SECONDS)
+        facts = look_again()
+        facts.previous = first
+    return facts
+
+
+def _more_may_appear(facts: Facts) -> bool:
+    try:
+        expected, found, age = facts.profile, len(facts.efa_pci), facts.seconds_since_boot
+    except UnavailableError:
+        return False
+    return expected is not None and found < expected.efas and age < BOOT_SECONDS
+
+
 def run_quick(planned: Sequence[Engine] = ()) -> Report:
     """Return the report of the quick checks on this machine, as the launcher wants it before it starts engines.
 
     Args:
         planned: the engines about to be started; their options and environment are looked at.
     """
-    return run(Facts(live_host(), planned=planned), [check for check in CHECKS if check.quick])
+
+    def look() -> Facts:
+        return Facts(live_host(), planned=planned)
+
+    return run(wait_for_efas(look(), look), [check for check in CHECKS if check.quick])

@@ -13,6 +13,7 @@ import msgspec
 
 from kvops import tiny_model
 from kvops.errors import KvopsError
+from kvops.launch import observers
 from kvops.topology import OWN_HOST, Group, Mode, Platform, Topology
 
 if TYPE_CHECKING:
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 LOGS, JOURNAL = "logs", "journal"
 LOOPBACK = "127.0.0.1"
 # Where the search for free ports starts; 5600 is vLLM's default for the side channel.
-_FIRST_PORT = {"router": 8000, "prefill": 8100, "decode": 8200, "side channel": 5600}
+_FIRST_PORT = {
+    "router": 8000,
+    "prefill": 8100,
+    "decode": 8200,
+    "side channel": 5600,
+    "prometheus": 9090,
+    "grafana": 3000,
+}
 _DEVICE_VARIABLE = {Platform.CUDA: "CUDA_VISIBLE_DEVICES", Platform.NEURON: "NEURON_VISIBLE_DEVICES"}
 # kv_buffer_device names the memory that NIXL registers; the Neuron guide uses "cuda" for device memory too.
 _BUFFER_DEVICE = {Platform.CPU: "cpu", Platform.CUDA: "cuda", Platform.NEURON: "cuda"}
@@ -36,7 +44,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: str
-    """prefill, decode or router."""
+    """prefill, decode, router, prometheus or grafana."""
     host: str
     """Address at which the other processes reach it."""
     port: int
@@ -80,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def engines(self) -> list[Process]:
         """The prefill and decode engines."""
-        return [process for process in self.processes if process.role != "router"]
+        return [process for process in self.processes if process.role in ("prefill", "decode")]
 
     def ports(self) -> set[int]:
         """Return every port that the fleet listens on."""
@@ -174,6 +182,8 @@ def make_plan(
         ]
         for role, group in groups
     }
+    if topology.router.admin_port:
+        ports.take("the router's admin API", "127.0.0.1", fixed=topology.router.admin_port, start=0)
     router = _router(topology, engines, router_port, folder)
     return Plan(
         name=name,
@@ -183,7 +193,7 @@ def make_plan(
         preset=topology.preset or "",
         platform=topology.platform.value,
         connectors="stock" if stock_connectors else "kvops",
-        processes=(*engines["prefill"], *engines["decode"], router),
+        processes=(*engines["prefill"], *engines["decode"], router, *_observers(topology, ports, folder)),
     )
 
 
@@ -297,6 +307,10 @@ def _router(topology: Topology, engines: dict[str, list[Process]], port: int, fo
             argv += [f"--{role}", process.url if ranks == 1 else f"{process.url}#0-{ranks - 1}"]
     argv += ["--mode", topology.mode.value, "--host", topology.router.host, "--port", str(port)]
     argv += ["--decoder-ttl", str(topology.kv.decoder_ttl), "--journal", str(folder / JOURNAL / "router.jsonl")]
+    if topology.router.workers > 1:
+        argv += ["--workers", str(topology.router.workers)]
+    if topology.router.admin_port:
+        argv += ["--admin-port", str(topology.router.admin_port)]
     if topology.router.api_key_file:
         argv += ["--api-key-file", str(topology.router.api_key_file)]
     return Process(
@@ -308,6 +322,26 @@ def _router(topology: Topology, engines: dict[str, list[Process]], port: int, fo
         env=dict(_KEEP_ENVIRONMENT_READABLE),
         log_file=str(folder / LOGS / "router.log"),
     )
+
+
+def _observers(topology: Topology, ports: _Ports, folder: Path) -> Iterable[Process]:
+    settings = topology.observability
+    if not settings.enabled:
+        return
+    fixed = {"prometheus": settings.prometheus_port, "grafana": settings.grafana_port}
+    for role in observers.installed():
+        port = ports.take(role, LOOPBACK, fixed=fixed[role], start=_FIRST_PORT[role])[0]
+        is_prometheus = role == "prometheus"
+        argv = observers.prometheus_argv(settings, folder, port) if is_prometheus else observers.grafana_argv()
+        yield Process(
+            name=role,
+            role=role,
+            host=LOOPBACK,
+            port=port,
+            argv=tuple(argv),
+            env={} if is_prometheus else observers.grafana_env(folder, port),
+            log_file=str(folder / LOGS / f"{role}.log"),
+        )
 
 
 def _model_path(model: str) -> str:
