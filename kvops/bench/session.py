@@ -59,6 +59,7 @@ class Session:
         self._side_by_side = side_by_side
         self._counters: list[CellCounters] = []
         self._windows: fleets.Windows = {}
+        self._problems: list[str] = []
         self._failed: dict[str, int] = {}
         self._first_errors: dict[str, str] = {}
         self.results: list[RequestResult] = []
@@ -69,7 +70,10 @@ class Session:
         Raises:
             KvopsError: a fleet does not come up, or a leg cannot be reached.
         """
-        return uvloop.run(self._run(quiet=quiet))
+        try:
+            return uvloop.run(self._run(quiet=quiet))
+        except asyncio.CancelledError:
+            raise KvopsError("the run was interrupted before anything was measured") from None
 
     def request(self, result: RequestResult) -> None:
         """Take a request that was measured."""
@@ -90,8 +94,14 @@ class Session:
         started = time.time()
         with RunWriter(self._out) as self._writer, Progress(quiet=quiet) as self._progress:
             self._progress.expect(expected_requests(self._workload, len(self._targets)))
-            for group in [self._targets] if self._side_by_side else [[target] for target in self._targets]:
-                await self._run_group(group)
+            try:
+                for group in [self._targets] if self._side_by_side else [[target] for target in self._targets]:
+                    await self._run_group(group)
+            except (KvopsError, asyncio.CancelledError) as problem:
+                # What was measured so far is kept, under a verdict that says what is missing.
+                if not self.results:
+                    raise
+                self._problems.append(f"the run ended early: {problem or 'it was interrupted'}")
             run = self._summary(started)
             self._writer.finish(run)
         return run
@@ -119,7 +129,7 @@ class Session:
                 await fleets.copy_journals(targets, self._windows, self._writer.journal_folder)
 
     def _summary(self, started: float) -> Run:
-        problems = [problem for counted in self._counters for problem in counters.problems(counted)]
+        problems = self._problems + [problem for counted in self._counters for problem in counters.problems(counted)]
         problems += [
             f"{leg}: {count} requests failed, the first with {self._first_errors[leg]}"
             for leg, count in self._failed.items()

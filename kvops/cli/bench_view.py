@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from kvops.bench.results import Cell, RequestResult, Run
 
+# A pipe has no width; nothing may be cut off there.
+_PLAIN_WIDTH = 200
+
 
 def show_run(run: Run, results: list[RequestResult], folder: Path, *, as_json: bool) -> None:
     """Print a run: a table and the verdict, or ``run.json``."""
@@ -24,6 +27,8 @@ def show_run(run: Run, results: list[RequestResult], folder: Path, *, as_json: b
         click.echo((folder / "run.json").read_text(), nl=False)
         return
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PLAIN_WIDTH)
     console.print(_table(run, results))
     for problem in run.verdict.problems:
         console.print(problem, style="red", markup=False)

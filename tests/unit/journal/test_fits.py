@@ -45,9 +45,9 @@ def test_the_break_even_of_known_costs_is_found_within_ten_percent(seed: int, ou
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     truth = break_even(TRANSFER, PREFILL)
-    found = [break_even_estimate(*measured(seed), 400) for seed in range(40)]
+    found = [break_even_estimate(*measured(seed), 400) for seed in range(20)]
 
-    assert sum(one.low <= truth <= one.high for one in found) >= 33
+    assert sum(one.low <= truth <= one.high for one in found) >= 16
 
 
 def test_moving_and_computing_take_equally_long_at_the_break_even() -> None:
