@@ -21,9 +21,11 @@ VERBS = {
     "doctor": "Check that this host will really move KV by RDMA.",
     "top": "Watch the engines of a fleet: requests, KV cache, where tokens come from, waits.",
     "trace": "Show what happened to a request on the router, on prefill and on decode.",
+    "report": "Show latencies and what KV did, of a bench run or of journals.",
     "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
-    "render": "Write the fleet as Kubernetes manifests, as a Slurm batch script or as a compose file.",
+    "render": "Write the fleet as Kubernetes manifests or as a Slurm batch script.",
     "collect": "Bring the journals of a cluster's pods, or of run folders, into one folder, redacted.",
+    "bench": "Measure fleets under single requests or growing conversations, in turns.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 

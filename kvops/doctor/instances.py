@@ -29,6 +29,11 @@ class Instance:
     host_bridge_only: bool = False
     nvswitch: bool = False
 
+    @property
+    def needs_every_efa(self) -> bool:
+        """Tell whether an EFA less is a fault: P and Trn types are launched for it, others are used with fewer."""
+        return self.name.startswith(("p", "trn"))
+
 
 @cache
 def instances() -> dict[str, Instance]:

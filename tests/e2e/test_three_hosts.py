@@ -81,8 +81,12 @@ class Fleet:
         return int(status), text
 
     def ready(self) -> bool:
-        argv = [sys.executable, "-c", CLIENT, f"{self.plan.router.url}/readyz", "", "5"]
-        return run_on(self.hosts, ROUTER, argv).stdout.startswith("200 ")
+        return all(self._answers(f"{process.url}/health") for process in self.plan.engines) and self._answers(
+            f"{self.plan.router.url}/readyz"
+        )
+
+    def _answers(self, url: str) -> bool:
+        return run_on(self.hosts, ROUTER, [sys.executable, "-c", CLIENT, url, "", "5"]).stdout.startswith("200 ")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [

@@ -90,7 +90,7 @@ def plugin_present(facts: Facts) -> Finding:
 @check(
     "NX-03",
     "Every library that the LIBFABRIC plugin needs is found",
-    evidence="ldd libplugin_LIBFABRIC.so",
+    evidence="/proc/<pid>/maps of engines that have loaded it, else ldd libplugin_LIBFABRIC.so",
     rule="FAIL on 'not found', WARN if libfabric does not come from /opt/amazon/efa on an EFA host",
     fix="Install the EFA user space in the image, then ldconfig",
     sources=("NIXL-PLUGIN", "vllm#55783"),
@@ -100,14 +100,26 @@ def plugin_present(facts: Facts) -> Finding:
 )
 def plugin_libraries(facts: Facts) -> Finding:
     """NIXL logs a plugin that does not load at INFO only, which nobody sees."""
+    if not facts.planned and "LIBFABRIC" in facts.loaded_plugins:
+        return _used_libfabric(facts)
     path = plugin_path(facts, "LIBFABRIC")
     if not path:
         return unknown("there is no LIBFABRIC plugin")
     found = facts.parsed(("ldd", path), packages.parse_ldd)
-    missing = [name for name, where in found.items() if not where]
+    # PyTorch has loaded CUDA's libraries, wherever they are, before NIXL loads a plugin.
+    missing = [name for name, where in found.items() if not where and not name.startswith("libcud")]
     if missing:
         return failed(f"the LIBFABRIC plugin misses {', '.join(missing)}", f"{missing[0]} => not found")
-    libfabric = next((where for name, where in found.items() if name.startswith("libfabric")), "")
+    return _whose(facts, next((where for name, where in found.items() if name.startswith("libfabric")), ""))
+
+
+def _used_libfabric(facts: Facts) -> Finding:
+    """Judge by what the engines have mapped: a plugin that is loaded has found its libraries."""
+    mapped = [path for pid in facts.worker_pids for path in facts.mapped_files(pid)]
+    return _whose(facts, next((path for path in mapped if "/libfabric" in path), ""))
+
+
+def _whose(facts: Facts, libfabric: str) -> Finding:
     if facts.efa_pci and libfabric and "/opt/amazon/efa/" not in libfabric:
         return warned("the LIBFABRIC plugin does not use the EFA bundle's libfabric", f"libfabric => {libfabric}")
     return passed("the LIBFABRIC plugin finds its libraries", f"libfabric => {libfabric}" if libfabric else "")
@@ -302,7 +314,7 @@ def backend_mapped(facts: Facts) -> Finding:
         return unknown("the engines' memory maps cannot be read")
     wanted = sorted({backend for engine in facts.kv_engines for backend in engine.backends})
     missing = [backend for backend in wanted if not any(f"libplugin_{backend}.so" in path for path in mapped)]
-    loaded = sorted({match[1] for path in mapped if (match := re.search(r"libplugin_(\w+)\.so", path))})
+    loaded = facts.loaded_plugins
     if not loaded:
         return unknown("the engines have loaded no NIXL backend at all, as while they start")
     if missing:

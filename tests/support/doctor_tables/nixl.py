@@ -27,6 +27,11 @@ def use_ucx_without_efa(scene: Scene) -> None:
     scene.host.listing(f"{SITE}/nixl_cu12.libs/ucx", "libuct_ib.so.0.0.0", "libuct_cma.so.0.0.0")
 
 
+def before_it_is_loaded(ldd: str):
+    """What ldd says of the plugin while no engine has it mapped."""
+    return lambda s: s.host.file("/proc/4311/maps", "\n").command(LDD, ldd)
+
+
 CASES = (
     Case("NX-01", FAIL, "not installed", lambda s: s.host.listing(SITE, "torch-2.9.0+cu128.dist-info")),
     Case(
@@ -37,12 +42,14 @@ CASES = (
     ),
     Case("NX-01", FAIL, "CUDA 13", swap_package("torch-2.9.0+cu128.dist-info", "torch-2.9.0+cu130.dist-info")),
     Case("NX-02", FAIL, "plugins: UCX", lambda s: s.host.listing(PLUGINS, "libplugin_UCX.so")),
-    Case("NX-03", FAIL, "libhwloc.so.15", lambda s: s.host.command(LDD, "\tlibhwloc.so.15 => not found\n")),
+    Case("NX-03", FAIL, "libhwloc.so.15", before_it_is_loaded("\tlibhwloc.so.15 => not found\n")),
+    Case("NX-03", PASS, "finds its libraries", before_it_is_loaded("\tlibcudart.so.12 => not found\n")),
+    Case("NX-03", PASS, "finds its libraries", lambda s: s.host.command(LDD, "\tlibhwloc.so.15 => not found\n")),
     Case(
         "NX-03",
         WARN,
         "/lib64/libfabric.so.1",
-        lambda s: s.host.command(LDD, "\tlibfabric.so.1 => /lib64/libfabric.so.1 (0x0)\n"),
+        before_it_is_loaded("\tlibfabric.so.1 => /lib64/libfabric.so.1 (0x0)\n"),
     ),
     Case(
         "NX-04",
@@ -92,7 +99,7 @@ ENVIRON = ("/proc/4242/environ",)
 GONE = {
     "NX-01": (SITE, "/proc/4242/maps"),
     "NX-02": (PLUGINS,),
-    "NX-03": ("ldd",),
+    "NX-03": ("ldd", "/proc/4311/maps"),
     "NX-04": (LOG,),
     "NX-05": ("/sys/bus/pci", "/sys/devices/virtual/dmi", "lspci"),
     "NX-06": (LOG,),
