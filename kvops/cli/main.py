@@ -27,7 +27,7 @@ VERBS = {
     "bench": "Measure fleets under single requests or growing conversations, in turns.",
     "report": "Show latencies and what KV did, of a bench run or of journals.",
     "advise": "Say which mode, threshold and TTL fit, from what was measured.",
-    "render": "Write the fleet as Kubernetes manifests, as a Slurm batch script or as a compose file.",
+    "render": "Write the fleet as Kubernetes manifests or as a Slurm batch script.",
     "collect": "Bring the journals of a cluster's pods, or of run folders, into one folder, redacted.",
     "router": "Run the reference router in front of engines that are already up.",
 }

@@ -18,8 +18,11 @@ from kvops.errors import KvopsError
 from kvops.launch.plan import engine_arguments
 from kvops.launch.shell import command, quote, wrapped
 from kvops.topology import Group, Platform, instance_type
+from kvops_dashboards import scraping
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from kvops.doctor.instances import Instance
     from kvops.topology import Topology
 
@@ -46,7 +49,9 @@ def render(topology: Topology) -> dict[str, str]:
         "10-decode.yaml": _engines(topology, "decode"),
         "20-router.yaml": _router(topology),
         "30-network.yaml": [_engine_policy(topology), _router_policy(topology)],
-        "40-monitoring.yaml": [_pod_monitor(topology)],
+        "40-monitoring.yaml": _monitors(topology),
+        "41-rules.yaml": _rules(topology),
+        "42-dashboards.yaml": _dashboards(topology),
     }
     return {name: _text(manifests) for name, manifests in files.items()}
 
@@ -458,13 +463,60 @@ def _router_policy(topology: Topology) -> Manifest:
     )
 
 
-def _pod_monitor(topology: Topology) -> Manifest:
+def _monitors(topology: Topology) -> list[Manifest]:
+    colon_back = {_camel(key): value for key, value in scraping.COLON_BACK.items()}
+    engines = {"path": scraping.ENGINE_METRICS_PATH, "metricRelabelings": [colon_back]}
+    role = {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_component"], "targetLabel": "role"}
+    return [
+        _pod_monitor(topology, scraping.ENGINE_JOB, ["prefill", "decode"], engines, [role]),
+        _pod_monitor(topology, scraping.ROUTER_JOB, ["router"], {"path": scraping.ROUTER_METRICS_PATH}, []),
+    ]
+
+
+def _pod_monitor(
+    topology: Topology, job: str, roles: list[str], endpoint: Manifest, relabelings: list[Manifest]
+) -> Manifest:
+    job_label = {"targetLabel": "job", "replacement": job}
+    endpoint = {"port": "http", "interval": "15s", **endpoint, "relabelings": [job_label, *relabelings]}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
-        "metadata": _meta(topology, "kvops", "monitoring"),
-        "spec": {
-            "selector": {"matchLabels": {_FLEET: "kvops"}},
-            "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": "15s"}],
-        },
+        "metadata": _meta(topology, job, "monitoring"),
+        "spec": {"selector": {"matchExpressions": [_one_of(*roles)]}, "podMetricsEndpoints": [endpoint]},
     }
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.title() for word in rest)
+
+
+def _rules(topology: Topology) -> list[Manifest]:
+    """Return the alerts and recording rules as the operator takes them, one object a file."""
+    return [
+        {
+            "apiVersion": "monitoring.coreos.com/v1",
+            "kind": "PrometheusRule",
+            "metadata": _meta(topology, path.name.removesuffix(".yaml"), "monitoring"),
+            "spec": yaml.safe_load(path.read_text()),
+        }
+        for path in _shipped("rules", ".yaml")
+    ]
+
+
+def _dashboards(topology: Topology) -> list[Manifest]:
+    """Return the dashboards as ConfigMaps with the label that Grafana's sidecar looks for."""
+    maps = []
+    for path in _shipped("json", ".json"):
+        metadata = _meta(topology, path.name.removesuffix(".json"), "monitoring")
+        metadata["labels"] |= {"grafana_dashboard": "1"}
+        data = {path.name: path.read_text()}
+        maps.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+    return maps
+
+
+def _shipped(folder: str, ending: str) -> list[Traversable]:
+    # Beside what is named kvops- lies what is not for Prometheus or Grafana.
+    files = resources.files("kvops_dashboards").joinpath(folder).iterdir()
+    found = (path for path in files if path.name.startswith("kvops-") and path.name.endswith(ending))
+    return sorted(found, key=lambda path: path.name)

@@ -15,7 +15,9 @@ from kvops.topology import load_topology
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "render"
 FLEETS = ("p5en-1p1d", "p5en-2p2d", "trn2-1p1d", "p6-b200-two-nodes", "cpu-demo")
-CUSTOM = {"LeaderWorkerSet", "PodMonitor"}
+CUSTOM = {"LeaderWorkerSet", "PodMonitor", "PrometheusRule"}
+# What they hold is generated and tested by its own package.
+SHIPPED = ("41-rules.yaml", "42-dashboards.yaml")
 # Of the custom resources, the keys that their reference pages name for what is rendered; nothing else may appear:
 # https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1/ and
 # https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1.PodMonitor
@@ -26,7 +28,13 @@ KEYS = {
     },
     "PodMonitor": {
         "spec": {"selector", "podMetricsEndpoints", "namespaceSelector", "jobLabel", "podTargetLabels"},
-        "spec.podMetricsEndpoints.0": {"port", "path", "interval", "scheme", "scrapeTimeout"},
+        "spec.podMetricsEndpoints.0": {"port", "path", "interval", "relabelings", "metricRelabelings"},
+        "spec.podMetricsEndpoints.0.relabelings.0": {"sourceLabels", "targetLabel", "replacement", "regex", "action"},
+    },
+    "PrometheusRule": {
+        "spec": {"groups"},
+        "spec.groups.0": {"name", "interval", "rules", "limit", "labels"},
+        "spec.groups.0.rules.0": {"alert", "record", "expr", "for", "keep_firing_for", "labels", "annotations"},
     },
 }
 
@@ -91,8 +99,17 @@ def test_custom_resources_use_only_the_keys_of_their_reference(fleet: str) -> No
 
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_the_same_topology_gives_the_committed_bytes(fleet: str) -> None:
-    result = CliRunner().invoke(main, ["render", "kubernetes", "-f", str(FIXTURES / f"{fleet}.yaml")])
-    assert result.output == (FIXTURES / f"{fleet}.kubernetes.yaml").read_text()
+    files = render(load_topology(FIXTURES / f"{fleet}.yaml"))
+    text = "".join(text for name, text in files.items() if name not in SHIPPED)
+    assert text == (FIXTURES / f"{fleet}.kubernetes.yaml").read_text()
+
+
+def test_rules_and_dashboards_come_as_the_operator_and_grafana_take_them() -> None:
+    kinds = [manifest["kind"] for manifest in manifests("cpu-demo")]
+    assert kinds.count("PrometheusRule") >= 1
+    boards = [m for m in manifests("cpu-demo") if m["metadata"]["labels"].get("grafana_dashboard") == "1"]
+    assert all("panels" in text for board in boards for text in board["data"].values())
+    assert boards
 
 
 @pytest.mark.parametrize("fleet", FLEETS)
