@@ -9,7 +9,6 @@ from kvops.doctor import conditions
 from kvops.doctor.check import State, failed, in_group, passed, skipped, unknown, warned
 from kvops.doctor.checks import ucx
 from kvops.doctor.parsers import logs, nixlbench, packages
-from kvops.doctor.probe.verdict import pair_threshold
 
 if TYPE_CHECKING:
     from kvops.doctor.check import Finding
@@ -399,6 +398,8 @@ def benchmark(facts: Facts) -> Finding:
     runs = [argv for argv in facts.host.captured_commands() if argv[0] == "nixlbench"]
     if not runs:
         return skipped("the capture has no output of nixlbench")
+    from kvops.doctor.probe.verdict import pair_threshold  # noqa: PLC0415
+
     measured = facts.parsed(runs[0], nixlbench.parse_nixlbench)
     backend = "LIBFABRIC" if "LIBFABRIC" in runs[0] else "UCX"
     threshold = pair_threshold(facts.instance_type, backend, "vram" if "VRAM" in runs[0] else "dram")
