@@ -88,6 +88,8 @@ def _of_aiperf(content: bytes, leg: Leg) -> Iterator[RequestResult]:
             continue
         record = msgspec.json.decode(line)
         about, metrics = record["metadata"], record.get("metrics") or {}
+        if about.get("benchmark_phase") == "warmup":
+            continue
         error = record.get("error")
         prompt_tokens = int(_metric(metrics, "input_sequence_length") or 0)
         start = about["request_start_ns"] / 1e9
@@ -101,7 +103,7 @@ def _of_aiperf(content: bytes, leg: Leg) -> Iterator[RequestResult]:
             sent=start,
             prompt_tokens=prompt_tokens,
             new_tokens=prompt_tokens,
-            outcome="failed" if failed else "ok",
+            outcome="aborted" if about.get("was_cancelled") else "failed" if failed else "ok",
             conversation=about.get("x_correlation_id"),
             turn=about["turn_index"] + 1 if about.get("turn_index") is not None else None,
             ttft_seconds=_metric(metrics, "time_to_first_token"),

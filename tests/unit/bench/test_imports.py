@@ -51,6 +51,11 @@ def test_aiperf_is_read_in_seconds(tmp_path):
     assert (result.conversation, result.turn, result.output_tokens) == ("c0", 2, 127)
 
 
+def test_aiperfs_warm_up_is_left_out(tmp_path):
+    warm_up = AIPERF | {"metadata": AIPERF["metadata"] | {"benchmark_phase": "warmup"}}
+    assert len(read(write(tmp_path, json.dumps(warm_up) + "\n" + json.dumps(AIPERF)), LEG)) == 1
+
+
 @pytest.mark.parametrize("content", ["", "hello", "{}", '{"ttfts": [1]}', '{"metadata": 1}', "[1]"])
 def test_anything_else_is_refused(tmp_path, content):
     with pytest.raises(KvopsError):
