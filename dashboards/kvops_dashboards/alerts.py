@@ -66,14 +66,14 @@ HANDOFF_ALERTS = (
         "> $reads",
         "more than $reads completion notices for blocks whose hold had ended, in 10 minutes",
         f"Answers of {MODEL} may be wrong: KV was read after its hold had ended on {ENGINE}",
-        f"{VALUE} completion notices in 10 minutes for blocks held by {{{{ $labels.holder }}}} whose hold had ended. The "
+        f"{VALUE} notices in 10 minutes for blocks held by {{{{ $labels.holder }}}} whose hold had ended. The "
         "blocks may have been in use by another request when they were read; clients got HTTP 200.",
     ),
     Alert(
         "KvopsHandoffErrorBudgetBurn",
         "model_name:kvops_handoff_errors:ratio_rate5m",
         "",
-        "hand-offs fail $fast times faster than the budget of $handoff allows (1h and 5m), or $medium times (6h and 30m)",
+        "hand-offs fail $fast times (1h and 5m) or $medium times (6h and 30m) faster than the budget of $handoff",
         f"Hand-offs of {MODEL} burn their error budget",
         f"{SHARE} of hand-offs did not bring their KV: tokens were computed again or requests failed.",
     ),
@@ -102,7 +102,7 @@ HANDOFF_ALERTS = (
         "> $share",
         "more than $share of requests waited longer than $bucket_seconds s for KV",
         f"Requests of {MODEL} wait long for KV ({{{{ $labels.direction }}}})",
-        f"{SHARE} of the requests that loaded KV {{{{ $labels.direction }}}} waited longer than $bucket_seconds s for it.",
+        f"{SHARE} of the loads ({{{{ $labels.direction }}}}) took longer than $bucket_seconds s.",
         guard="and sum by (model_name, direction) (rate(kvops_request_kv_wait_seconds_count[10m])) > $floor_per_second",
     ),
     Alert(
@@ -140,7 +140,7 @@ TRANSFER_ALERTS = (
         '(kvops_config_seconds{param="kv_lease_duration"}))',
         "a transfer has been in flight for more than $share_of_lease of kv_lease_duration",
         f"A KV transfer on {ENGINE} does not end",
-        f"The oldest transfer ({{{{ $labels.direction }}}}) is {VALUE} s old; NIXL reports neither an end nor an error.",
+        f"The oldest transfer ({{{{ $labels.direction }}}}) is {VALUE} s old; NIXL reports no end and no error.",
         "kvops-transfers",
     ),
     Alert(
@@ -171,7 +171,7 @@ TRANSFER_ALERTS = (
         "< $share_of_baseline * avg_over_time(instance_direction:kvops_wire_bytes_per_second:rate30m[6h] offset 1h)",
         "bytes per second on the wire below $share_of_baseline of the six hours before",
         f"KV moves far slower than before on {ENGINE}",
-        f"Transfers ({{{{ $labels.direction }}}}) run at {{{{ $value | humanize }}}}B/s while on the wire.",
+        "Transfers ({{ $labels.direction }}) run at {{ $value | humanize }}B/s while on the wire.",
         "kvops-transfers",
         guard="and sum by (instance, model_name, direction) "
         '(rate(kvops_transfers_total{outcome="ok"}[30m])) > $floor_per_second',
@@ -311,7 +311,7 @@ ROUTER_ALERTS = (
         "KvopsRouterErrorBudgetBurn",
         "instance:kvops_router_errors:ratio_rate5m",
         "",
-        "requests fail $fast times faster than the budget of $router allows (1h and 5m), or $medium times (6h and 30m)",
+        "requests fail $fast times (1h and 5m) or $medium times (6h and 30m) faster than the budget of $router allows",
         f"Requests through {ENGINE} burn their error budget",
         f"{SHARE} of client requests ended in an error of the fleet.",
         "kvops-router",
@@ -340,7 +340,7 @@ ROUTER_ALERTS = (
         "< $up",
         "one engine takes no requests",
         "Router leaves {{ $labels.role }} engine {{ $labels.engine }} out",
-        f"Router {ENGINE} gives {{{{ $labels.role }}}} engine {{{{ $labels.engine }}}} no requests: it failed, or drains.",
+        f"Router {ENGINE} gives {{{{ $labels.role }}}} engine {{{{ $labels.engine }}}} nothing: it failed, or drains.",
         "kvops-router",
     ),
     Alert(
@@ -396,7 +396,8 @@ ROUTER_ALERTS = (
         f"Router {ENGINE} tries {{{{ $labels.role }}}} legs again",
         f"{SHARE} of legs were second attempts, reason {{{{ $labels.reason }}}}: clients do not see it yet.",
         "kvops-router",
-        guard="and on (instance, role) sum by (instance, role) (rate(kvops_router_legs_total[10m])) > $floor_per_second",
+        guard="and on (instance, role) "
+        "sum by (instance, role) (rate(kvops_router_legs_total[10m])) > $floor_per_second",
     ),
     Alert(
         "KvopsRouterPushSkew",
@@ -582,7 +583,7 @@ _WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 
 def _handoff_errors(window: str) -> str:
     chosen = 'direction!="none",outcome!="aborted"'
-    errors = f'sum by (model_name) (rate(kvops_requests_total{{direction!="none",outcome=~"recomputed|failed|error"}}'
+    errors = 'sum by (model_name) (rate(kvops_requests_total{direction!="none",outcome=~"recomputed|failed|error"}'
     return f"{errors}[{window}])) / sum by (model_name) (rate(kvops_requests_total{{{chosen}}}[{window}]))"
 
 

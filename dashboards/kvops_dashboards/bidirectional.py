@@ -21,7 +21,6 @@ WORTH = Row(
             ),
             "percentunit",
             steps=(0.9, 0.5),
-            none="no readback",
         ),
         number(
             "Prefill saved",
@@ -32,7 +31,6 @@ WORTH = Row(
                 increase("kvops_prompt_tokens_total", role="prefill"),
             ),
             "percentunit",
-            none="no readback",
         ),
         number(
             "Tokens saved",
@@ -52,7 +50,6 @@ WORTH = Row(
             ),
             "percentunit",
             steps=(0.8, 0.95),
-            none="no holds",
         ),
         number(
             "Decode's cache held",
@@ -65,7 +62,7 @@ WORTH = Row(
         number(
             "Router's handle hits",
             "Share of later turns for which the router had a usable handle.",
-            ("KvopsReadbackDeclined",),
+            ("KvopsRouterHandleMisses",),
             ratio(
                 increase("kvops_router_handles_total", outcome="hit"),
                 increase(
@@ -75,7 +72,6 @@ WORTH = Row(
             ),
             "percentunit",
             steps=(0.9, 0.5),
-            none="no later turn",
         ),
     ),
 )
@@ -93,7 +89,7 @@ REUSE = Row(
         stacked(
             "Turns at the router",
             "hit, or why there was no handle to send.",
-            ("KvopsReadbackDeclined",),
+            ("KvopsRouterHandleMisses",),
             "reqps",
             Query(rate("kvops_router_handles_total", "outcome"), "{{outcome}}"),
         ),
@@ -105,7 +101,7 @@ REUSE = Row(
             Query(rate("kvops_prompt_tokens_total", "source", role="prefill"), "{{source}}"),
         ),
         series(
-            "Readback: wait and rate",
+            "Wait for a readback",
             "p50 and p99 of the wait for the history. Compare with the prefill time that it saves.",
             ("recompute-threshold",),
             "s",
@@ -123,7 +119,7 @@ REUSE = Row(
         series(
             "Streamed answers without a handle",
             "Answers of decode that brought the router no handle, a second. Above 0: the next turn is recomputed.",
-            ("KvopsReadbackDeclined",),
+            ("KvopsRouterTurnsWithoutHandle", "KvopsStreamedHandlesMissing"),
             "reqps",
             Query(rate("kvops_router_turns_without_handle_total", "streamed"), "streamed {{streamed}}"),
             Query(rate("kvops_streamed_handles_total", "outcome"), "engine: {{outcome}}"),

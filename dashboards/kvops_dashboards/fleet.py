@@ -46,7 +46,7 @@ HEALTH = Row(
         number(
             "KV moved",
             "Bytes per second over all engines, wall clock. 0 while requests come in: nothing is handed over.",
-            ("KvopsThroughputCollapse",),
+            ("KvopsKvNotMoving", "KvopsThroughputCollapse"),
             rate("kvops_transfer_bytes_total"),
             "Bps",
         ),
@@ -201,7 +201,7 @@ RUNNING = Row(
             "Engines",
             "What each engine runs. Different versions, modes or policies side by side explain most handshake "
             "failures; a missing engine is down or not scraped.",
-            ("KvopsMetricsAbsent", "KvopsHandshakeFailures"),
+            ("KvopsConfigMismatch", "KvopsMixedVersions", "KvopsMetricsAbsent"),
             (
                 Query(
                     "max by (instance, role, connector, mode, bidirectional, failure_policy, vllm_version, "
@@ -226,7 +226,7 @@ RUNNING = Row(
             "Trust in the instruments",
             "Errors inside the instruments and journal lines lost, a second. Above 0 the numbers here are incomplete; "
             "requests are not affected.",
-            ("KvopsInstrumentationErrors",),
+            ("KvopsInstrumentationErrors", "KvopsJournalDropped"),
             "ops",
             Query(rate("kvops_instrument_errors_total", "where"), "error in {{where}}"),
             Query(rate("kvops_journal_dropped_total", "cause"), "journal {{cause}}"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvops_dashboards.rules import values
+
 TAG = "kvops"
-RUNBOOK_URL_PREFIX = "https://github.com/kvops/kvops/blob/main/runbooks"
 ALERT_LIST_URL = "/alerting/list?queryString=Kvops"
 
 
@@ -13,4 +14,5 @@ def see(*pages: str) -> str:
     Args:
         pages: file names under ``runbooks/`` without ``.md``, such as ``KvopsTransferStuck``.
     """
-    return "Runbook: " + ", ".join(f"[{page}]({RUNBOOK_URL_PREFIX}/{page}.md)" for page in pages)
+    prefix = values()["runbook_url_prefix"].rstrip("/")
+    return "Runbook: " + ", ".join(f"[{page}]({prefix}/{page}.md)" for page in pages)

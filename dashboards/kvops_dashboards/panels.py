@@ -67,7 +67,7 @@ class Panel:
     columns: dict[str, str] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     markdown: str = ""
-    none: str = "no data"
+    none: str = "-"
     largest: float | None = None
 
 
@@ -263,13 +263,23 @@ def _number(panel: Panel) -> stat.Panel:
     return (
         stat.Panel()
         .unit(panel.unit)
+        # Prometheus extrapolates, so that one event shows as 1.02.
+        .decimals(0 if panel.unit == "short" else 1)
         .no_value(panel.none)
+        .mappings([_nothing(panel.none)])
         .color_mode(common_models.BigValueColorMode.VALUE)
         .graph_mode(common_models.BigValueGraphMode.AREA)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
         .color_scheme(dashboard.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
         .thresholds(_thresholds(panel.steps) if coloured else _thresholds(None))
     )
+
+
+def _nothing(text: str) -> models.SpecialValueMap:
+    # Otherwise "no value" takes the lowest threshold's colour, which is red where small is bad.
+    result = models.ValueMappingResult(text=text, color="text")
+    options = models.DashboardSpecialValueMapOptions(match=models.SpecialValueMatch.NULL_AND_NAN, result=result)
+    return models.SpecialValueMap(options=options)
 
 
 def _thresholds(steps: tuple[float, float] | None) -> dashboard.ThresholdsConfig:
@@ -294,7 +304,7 @@ def _series(panel: Panel) -> timeseries.Panel:
         .unit(panel.unit)
         .min(0)
         .line_width(1)
-        .fill_opacity(40 if panel.shape == "stacked" else 8)
+        .fill_opacity(40 if panel.shape == "stacked" else 0)
         .color_scheme(dashboard.FieldColor().mode(models.FieldColorModeId.PALETTE_CLASSIC))
         .legend(
             common.VizLegendOptions()

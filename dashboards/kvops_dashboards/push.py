@@ -14,7 +14,7 @@ NOW = Row(
         number(
             "Fulfilled",
             "Share of decode's registrations that got their write. Below 1 requests wait until they are given up.",
-            _STUCK,
+            ("KvopsPushTimeouts",),
             ratio(
                 increase("kvops_push_registrations_total", outcome="fulfilled"),
                 increase("kvops_push_registrations_total", outcome="fulfilled|timed_out"),
@@ -22,12 +22,11 @@ NOW = Row(
             "percentunit",
             steps=(0.999, 0.995),
             width=6,
-            none="no push traffic",
         ),
         number(
             "Given up",
             "Registrations given up after push_registration_timeout. Each was a user who waited that long.",
-            _STUCK,
+            ("KvopsPushTimeouts",),
             increase("kvops_push_registrations_total", outcome="timed_out"),
             "short",
             steps=(1, 1),
@@ -76,7 +75,7 @@ WAITS = Row(
         series(
             "Skew of the router's legs",
             "Time between sending the two legs. More than a few milliseconds: the router is busy or a pool is full.",
-            _STUCK,
+            ("KvopsRouterPushSkew",),
             "s",
             Query(quantile(0.5, "kvops_router_leg_skew_seconds"), "p50"),
             Query(quantile(0.99, "kvops_router_leg_skew_seconds"), "p99"),
@@ -99,7 +98,7 @@ WAITS = Row(
         stacked(
             "Registrations on decode",
             "Sent, fulfilled and given up, a second. sent above fulfilled for long: writes do not come.",
-            _STUCK,
+            ("KvopsPushTimeouts",),
             "ops",
             Query(rate("kvops_push_registrations_total", "outcome"), "{{outcome}}"),
         ),
@@ -136,7 +135,7 @@ WRITER = Row(
         series(
             "Mended timeouts",
             "Registrations that the stock connector would have given up in silence, a second.",
-            _STUCK,
+            ("KvopsPushTimeouts",),
             "ops",
             Query(rate("kvops_mends_total", mend="push_timeout"), "push_timeout"),
             width=6,

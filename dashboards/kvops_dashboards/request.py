@@ -130,7 +130,7 @@ LOST = Row(
         stacked(
             "Journal lines written",
             "A second, by engine. 0 with traffic: kvops trace has nothing to show.",
-            ("KvopsInstrumentationErrors",),
+            ("KvopsJournalDropped",),
             "ops",
             Query(rate("kvops_journal_records_total", "role", "instance"), "{{role}} {{instance}}"),
             width=12,
@@ -138,7 +138,7 @@ LOST = Row(
         stacked(
             "Journal lines lost",
             "A second, by cause. Above 0 some requests cannot be traced.",
-            ("KvopsInstrumentationErrors",),
+            ("KvopsJournalDropped",),
             "ops",
             Query(rate("kvops_journal_dropped_total", "cause"), "{{cause}}"),
             width=12,

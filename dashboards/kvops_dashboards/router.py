@@ -17,7 +17,7 @@ CLIENTS = Row(
         number(
             "Answered",
             "Share of requests that ended ok, without those that clients broke off or the engine refused as wrong.",
-            _BURN,
+            ("KvopsRouterErrorBudgetBurn",),
             ratio(
                 increase("kvops_router_requests_total", outcome="ok"),
                 _ANSWERABLE,
@@ -27,12 +27,17 @@ CLIENTS = Row(
             width=6,
         ),
         number(
-            "Requests", "Requests that ended, a second.", _BURN, rate("kvops_router_requests_total"), "reqps", width=6
+            "Requests",
+            "Requests that ended, a second.",
+            ("KvopsRouterErrorBudgetBurn",),
+            rate("kvops_router_requests_total"),
+            "reqps",
+            width=6,
         ),
         number(
             "Engines out",
             "Engines that take no requests now. Each is lost capacity.",
-            ("KvopsTargetDown",),
+            ("KvopsRouterEngineOut", "KvopsRouterNoEngine"),
             f"sum(1 - {total('kvops_router_endpoint_up', 'role', 'engine')})",
             "short",
             steps=(1, 1),
@@ -41,7 +46,7 @@ CLIENTS = Row(
         number(
             "Oldest unread answer of prefill",
             "Blocks that wait on prefill for decode to begin. Near the lease: they will be lost.",
-            ("KvopsLeaseExpired",),
+            ("KvopsRouterHandoverUnread",),
             highest("kvops_router_handed_over_oldest_seconds"),
             "s",
             steps=(10, 20),
@@ -50,7 +55,7 @@ CLIENTS = Row(
         stacked(
             "Requests by outcome",
             "ok, refused (the engine's own 4xx), client_gone, broken off, or the error that the client got.",
-            _BURN,
+            ("KvopsRouterErrorBudgetBurn",),
             "reqps",
             Query(rate("kvops_router_requests_total", "outcome"), "{{outcome}}"),
         ),
@@ -79,14 +84,14 @@ LEGS = Row(
             "Legs by outcome",
             "Requests to engines. connect: it is down. timeout: it hangs. overloaded: it is full. kv_wait: decode "
             "waited too long for KV.",
-            _BURN,
+            ("KvopsRouterErrorBudgetBurn",),
             "reqps",
             Query(rate("kvops_router_legs_total", "role", "outcome"), "{{role}} {{outcome}}"),
         ),
         series(
             "Failed legs by engine",
             "Share of an engine's legs that failed. One engine alone: take it out. All: look at the network.",
-            ("KvopsPeerErrors",),
+            ("KvopsRouterEngineOut",),
             "percentunit",
             Query(
                 ratio(
@@ -107,14 +112,14 @@ LEGS = Row(
         stacked(
             "Retries by reason",
             "Second attempts, a second: errors that clients did not see.",
-            _BURN,
+            ("KvopsRouterRetriesHigh",),
             "ops",
             Query(rate("kvops_router_retries_total", "role", "reason"), "{{role}} {{reason}}"),
         ),
         series(
             "Hand-over",
             "Time from P's answer to the sending of D's leg. P's lease runs meanwhile.",
-            ("KvopsLeaseHeadroomLow",),
+            ("KvopsRouterHandoverUnread",),
             "s",
             Query(quantile(0.5, "kvops_router_handover_seconds"), "p50"),
             Query(quantile(0.99, "kvops_router_handover_seconds"), "p99"),
@@ -122,7 +127,7 @@ LEGS = Row(
         stacked(
             "Blocks given back unread",
             "Why the router had an engine free blocks that nobody read. not_sent and failed leave them until expiry.",
-            ("KvopsLeaseExpired",),
+            ("KvopsRouterReleasesFailing",),
             "ops",
             Query(rate("kvops_router_releases_total", "reason", "outcome"), "{{reason}} {{outcome}}"),
         ),
@@ -142,15 +147,15 @@ POOL = Row(
         series(
             "Waiting for a place",
             "Requests queued in the router. Above 0 for long: the role is too small.",
-            ("KvopsPrefillDecodeImbalance",),
+            ("KvopsRouterQueueing",),
             "short",
             Query(total("kvops_router_queued", "role"), "{{role}}"),
             width=6,
         ),
         series(
             "Engines that take requests",
-            "1 is in, 0 is out.",
-            ("KvopsTargetDown",),
+            "1 is in, 0 is out: its role has that much less room.",
+            ("KvopsRouterEngineOut",),
             "short",
             Query(lowest("kvops_router_endpoint_up", "role", "engine"), "{{role}} {{engine}}"),
             width=6,
@@ -158,7 +163,7 @@ POOL = Row(
         series(
             "Handles kept",
             "Conversations whose KV decode still holds. Each is evicted at its TTL.",
-            ("KvopsReadbackDeclined",),
+            ("KvopsRouterHandleMisses",),
             "short",
             Query(total("kvops_router_conversations"), "conversations"),
             width=6,
@@ -166,7 +171,7 @@ POOL = Row(
         series(
             "Memory of handles",
             "Bytes; bounded by the router's own limit.",
-            ("KvopsReadbackDeclined",),
+            ("KvopsRouterHandleMisses",),
             "bytes",
             Query(total("kvops_router_conversation_bytes"), "bytes"),
             width=12,
@@ -174,7 +179,7 @@ POOL = Row(
         series(
             "Journal lines lost",
             "A second. Above 0 kvops trace is incomplete.",
-            ("KvopsInstrumentationErrors",),
+            ("KvopsJournalDropped",),
             "ops",
             Query(f"sum(clamp_min(deriv({select('kvops_router_journal_dropped_total')}[5m]), 0))", "lost"),
             width=12,

@@ -31,7 +31,7 @@ def thresholds(alert: Alert) -> dict[str, Any]:
     """Return what stands for each ``$word`` of an alert: its own values over those that all share."""
     known = values()
     shared = {**known["slo"], **known["burn"], "engine_jobs": known["engine_jobs"], "router_jobs": known["router_jobs"]}
-    return shared | known["alerts"][alert.name]
+    return {**shared, **known["alerts"][alert.name]}
 
 
 def fill(text: str, alert: Alert) -> str:
@@ -147,8 +147,8 @@ def markdown() -> str:
 _NOT_MEASURED = (
     "## Not alerted on",
     "",
-    "- A dead push writer thread cannot be seen directly: no metric carries its last sign of life. `KvopsPushWriterDown`",
-    "  fires on what follows from it: both sides wait and nothing is written.",
+    "- A dead push writer thread cannot be seen directly: no metric carries its last sign of life.",
+    "  `KvopsPushWriterDown` fires on what follows from it: both sides wait and nothing is written.",
     "- Reads of a lease by some ranks only: holds are counted once per request, not per rank.",
     "- Wrong network rails or TCP in place of RDMA: no metric shows the path. `kvops doctor` and `kvops probe` do.",
     "- Missing exemplars: PromQL cannot see them. Scrape `/metrics/` with the trailing slash.",
@@ -156,8 +156,8 @@ _NOT_MEASURED = (
     "## Names of stock vLLM's metrics",
     "",
     "Prometheus 2 that negotiates OpenMetrics on `/metrics/` stores `vllm_...`; Prometheus 3, and text scrapes of",
-    "`/metrics`, store `vllm:...`. The rules for stock vLLM ask for both with `or`, so that either works, and so does the",
-    "change from one to the other. `kvops_...` names hold no colon and are the same everywhere.",
+    "`/metrics`, store `vllm:...`. The rules for stock vLLM ask for both with `or`, so that either works, and so does",
+    "the change from one to the other. `kvops_...` names hold no colon and are the same everywhere.",
 )
 
 

@@ -21,7 +21,7 @@ DANGER = Row(
             "Answers that may be wrong",
             "Completion notices after the lease had ended: the reader may have used reused blocks although the client "
             "got HTTP 200. Counted per rank.",
-            ("KvopsReadAfterExpiry",),
+            ("KvopsStockReadAfterExpiry",),
             increase("vllm:nixl_num_notifications_after_expiry_total"),
             "short",
             steps=(1, 1),
@@ -30,7 +30,7 @@ DANGER = Row(
         number(
             "Failed transfers",
             "Transfers, handshakes and notifications that failed, lumped, per rank.",
-            ("KvopsHandoffErrorBudgetBurn",),
+            ("KvopsStockTransferFailures",),
             increase("vllm:nixl_num_failed_transfers_total"),
             "short",
             steps=(1, 1),
@@ -40,7 +40,7 @@ DANGER = Row(
             "Expired holds",
             "Leases that ran out on prefill, TTLs that ran out on decode and declined readbacks, lumped, per rank. In "
             "bidirectional mode some are normal.",
-            ("KvopsLeaseExpired",),
+            ("KvopsStockLeaseExpired",),
             increase("vllm:nixl_num_kv_expired_reqs_total"),
             "short",
             width=6,
@@ -48,7 +48,7 @@ DANGER = Row(
         number(
             "Requests that ended in an error",
             "By any cause; kv_load_failure_policy=fail makes a failed load one of them.",
-            ("KvopsKvFailedRequests",),
+            ("KvopsStockTransferFailures",),
             increase("vllm:request_success_total", finished_reason="error"),
             "short",
             steps=(1, 1),
@@ -62,7 +62,7 @@ TRANSFERS = Row(
         series(
             "Transfer time",
             "Per rank, successful ones only. Buckets begin at 5 ms, so shorter transfers all look like 5 ms.",
-            ("KvopsPeerSlow",),
+            ("KvopsStockTransferFailures",),
             "s",
             Query(quantile(0.5, "vllm:nixl_xfer_time_seconds"), "p50"),
             Query(quantile(0.99, "vllm:nixl_xfer_time_seconds"), "p99"),
@@ -78,7 +78,7 @@ TRANSFERS = Row(
         series(
             "Throughput by engine",
             "Bytes a second, wall clock.",
-            ("KvopsThroughputCollapse",),
+            ("KvopsStockKvNotMoving",),
             "Bps",
             Query(rate("vllm:nixl_bytes_transferred", "role", "instance", suffix="_sum"), "{{role}} {{instance}}"),
         ),
@@ -91,8 +91,8 @@ TRANSFERS = Row(
         ),
         series(
             "Failures and expiries",
-            "A second, per rank.",
-            ("KvopsHandoffErrorBudgetBurn", "KvopsLeaseExpired"),
+            "A second, per rank. Any failure costs a recompute, or the answer.",
+            ("KvopsStockTransferFailures", "KvopsStockLeaseExpired"),
             "ops",
             Query(rate("vllm:nixl_num_failed_transfers_total"), "failed"),
             Query(rate("vllm:nixl_num_failed_notifications_total"), "failed notifications"),
@@ -102,7 +102,7 @@ TRANSFERS = Row(
         series(
             "Requests that fetch KV",
             "On decode, by stage. in_progress that does not fall: a transfer is stuck.",
-            ("KvopsTransferStuck",),
+            ("KvopsStockFetchStuck",),
             "short",
             Query(total("vllm:num_requests_kv_fetch_by_stage", "stage"), "{{stage}}"),
         ),
@@ -114,14 +114,14 @@ ENGINES = Row(
         series(
             "Time to first token on the engine",
             "p50 and p99 by role; on decode it includes the wait for KV.",
-            ("KvopsKvWaitHigh",),
+            ("KvopsStockFetchStuck",),
             "s",
             Query(quantile(0.5, "vllm:time_to_first_token_seconds", "role"), "p50 {{role}}"),
             Query(quantile(0.99, "vllm:time_to_first_token_seconds", "role"), "p99 {{role}}"),
         ),
         series(
             "Time between tokens",
-            "Mean and p99.",
+            "Mean and p99. It grows when decode computes prompts itself or is overloaded.",
             ("KvopsRecomputeHigh",),
             "s",
             Query(mean("vllm:inter_token_latency_seconds", "role"), "mean {{role}}"),
@@ -137,14 +137,14 @@ ENGINES = Row(
         series(
             "KV cache in use",
             "By engine. High with few running requests: blocks are held for peers.",
-            ("KvopsHeldBlocksHigh",),
+            ("KvopsStockLeaseExpired",),
             "percentunit",
             Query(total("vllm:kv_cache_usage_perc", "role", "instance"), "{{role}} {{instance}}"),
             largest=1.0,
         ),
         series(
             "Running and waiting",
-            "Requests by role.",
+            "Requests by role. Waiting above 0 for long: the role is too small.",
             ("KvopsPrefillDecodeImbalance",),
             "short",
             Query(total("vllm:num_requests_running", "role"), "running {{role}}"),

@@ -11,7 +11,7 @@ NOW = Row(
         series(
             "Requests waiting for KV",
             "Requests that have blocks and wait for KV. A line that only rises: loads do not end.",
-            ("KvopsTransferStuck",),
+            ("KvopsKvWaitStuck",),
             "short",
             Query(total("kvops_requests_waiting_kv", "role", "direction"), "{{role}} {{direction}}"),
         ),
@@ -25,7 +25,7 @@ NOW = Row(
         series(
             "Oldest wait and oldest transfer",
             "Age in seconds; a saw-tooth near 0 is healthy, a ramp is a stuck transfer.",
-            ("KvopsTransferStuck",),
+            ("KvopsTransferStuck", "KvopsKvWaitStuck"),
             "s",
             Query(highest("kvops_oldest_waiting_kv_age_seconds", "direction"), "wait {{direction}}"),
             Query(highest("kvops_oldest_inflight_transfer_age_seconds", "direction"), "transfer {{direction}}"),

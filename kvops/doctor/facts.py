@@ -81,6 +81,7 @@ class Facts:
         planned: Sequence[Engine] = (),
         previous: Facts | None = None,
         peer: Facts | None = None,
+        named: Mapping[int, str] | None = None,
     ) -> None:
         """Look at a host.
 
@@ -90,11 +91,13 @@ class Facts:
             planned: engines about to be started, looked at instead of those that run.
             previous: an earlier look at the same host, for counters that must not rise.
             peer: the decode side, when this is the prefill side of a pair.
+            named: pids of the engines to look at, in order and with their names; without it every engine that runs.
         """
         self.host = host
         self.planned = tuple(planned)
         self.previous = previous
         self.peer = peer
+        self.named = dict(named or {})
         self._instance_type = instance_type
 
     # Reading
@@ -176,6 +179,14 @@ class Facts:
     def instance_type(self) -> str:
         """Return the instance type, or whatever else DMI calls the product; empty where there is no DMI."""
         return self._instance_type or self.optional("/sys/devices/virtual/dmi/id/product_name") or ""
+
+    @property
+    def seconds_since_boot(self) -> float:
+        """Return the uptime of the kernel."""
+        first = self.text("/proc/uptime").partition(" ")[0]
+        if not re.fullmatch(r"\d{1,12}(?:\.\d{1,4})?", first):
+            raise UnavailableError(f"/proc/uptime holds {first[:40]!r}")
+        return float(first)
 
     @cached_property
     def profile(self) -> Instance | None:
@@ -448,13 +459,23 @@ class Facts:
     def running_engines(self) -> list[Engine]:
         """Return the vLLM servers that run here."""
         engines = []
-        for pid, argv in self.processes.items():
-            if is_engine(argv):
-                environ = self.host.read(f"/proc/{pid}/environ")
-                env: Mapping[str, str]
-                env = _UnreadableEnvironment(environ) if isinstance(environ, Gap) else proc.parse_environ(environ)
-                engines.append(Engine(f"vLLM (pid {pid})", argv, env, pid, self))
+        for pid, argv in self._engine_processes():
+            name = self.named.get(pid, f"vLLM (pid {pid})")
+            engines.append(Engine(name, argv, self._environment_of(pid), pid, self))
         return engines
+
+    def _environment_of(self, pid: int) -> Mapping[str, str]:
+        path = f"/proc/{pid}/environ"
+        found = self.host.read(path)
+        if isinstance(found, Gap):
+            return _UnreadableEnvironment(found)
+        # A process that sets its title writes it over its environment; no process starts without any variable.
+        return proc.parse_environ(found) or _UnreadableEnvironment(Gap(path, Why.UNREADABLE))
+
+    def _engine_processes(self) -> list[tuple[int, tuple[str, ...]]]:
+        if self.named:
+            return [(pid, self.processes[pid]) for pid in self.named if pid in self.processes]
+        return [(pid, argv) for pid, argv in self.processes.items() if is_engine(argv)]
 
     @cached_property
     def engines(self) -> list[Engine]:
@@ -475,6 +496,8 @@ class Facts:
         if self.peer is not None:
             return list(product(self.kv_engines, self.peer.kv_engines))
         pairs = combinations(self.kv_engines, 2)
+        if self.named:
+            return list(pairs)
         return [_prefill_first(a, b) for a, b in pairs if self.planned or a.served_name == b.served_name]
 
     @cached_property

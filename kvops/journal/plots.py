@@ -119,7 +119,7 @@ def ratios(compared: dict[str, dict[str, Estimate]], field: str, title: str) -> 
         for place, ratio in enumerate(found.values()):
             low, high = _finite(ratio)
             errors = [[ratio.value - low], [high - ratio.value]]
-            axes.errorbar(ratio.value, place, xerr=errors, fmt="o", color=_SERIES[0], capsize=4, elinewidth=2)
+            axes.errorbar([ratio.value], [place], xerr=errors, fmt="o", color=_SERIES[0], capsize=4, elinewidth=2)
         axes.axvline(1, color=_INK, linewidth=1)
         axes.set_yticks(range(len(found)), list(found))
         axes.set_ylim(len(found) - 0.5, -0.5)
@@ -149,7 +149,8 @@ def _bars(
 ) -> None:
     means = np.array([value.value if value else np.nan for value in values]) * 1e3
     ends = np.array([_finite(value) if value else (np.nan, np.nan) for value in values]) * 1e3
-    errors = np.abs(np.vstack([means - ends[:, 0], ends[:, 1] - means]))
+    # As lists: matplotlib takes the rows of an array of one column for numbers.
+    errors = np.abs(np.vstack([means - ends[:, 0], ends[:, 1] - means])).tolist()
     axes.barh(places, means, height * 0.9, color=color, label=label, xerr=errors, ecolor=_INK)
 
 

@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import yaml
 
-from kvops.launch.plan import Process
+from kvops.launch.plan import Plan, Process
 from kvops.launch.rundir import RunDir
 from kvops_dashboards.scraping import Target, prometheus_config
 
-TRAFFIC_SECONDS = 75
+TRAFFIC_SECONDS = 100
 KVOPS = [sys.executable, "-m", "kvops.cli.main"]
 # Short lifetimes, so that they run out within the traffic.
-LEASE_SECONDS, TTL_SECONDS = 8, 12
+LEASE_SECONDS, TTL_SECONDS = 8, 30
 
 
 class Traffic:
@@ -81,8 +82,6 @@ async def strand_on_prefill(session: aiohttp.ClientSession, prefill: Process) ->
 
 async def stall(pid: int, seconds: float) -> None:
     """Stop a process and its children's work for a while: a slow peer."""
-    import psutil
-
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for process in family:
         process.send_signal(signal.SIGSTOP)
@@ -110,7 +109,7 @@ async def play(name: str) -> dict[str, int]:
     async with aiohttp.ClientSession() as session:
         traffic = Traffic(session, plan.router.url, seed=len(name))
         until = time.monotonic() + TRAFFIC_SECONDS
-        await asyncio.gather(disturb(session, run_dir), *(traffic.converse(until, number) for number in range(4)))
+        await asyncio.gather(disturb(session, run_dir), *(traffic.converse(until, number) for number in range(2)))
         state = run_dir.read_state()
         prefill = next(process.pid for process in state.processes if process.name == "prefill-0") if state else None
         if prefill:
@@ -121,15 +120,20 @@ async def play(name: str) -> dict[str, int]:
     return traffic.outcomes
 
 
-def write_config(file: Path, run_dir: RunDir, rules: list[str]) -> None:
-    plan = run_dir.read_plan()
+def targets(plan: Plan) -> tuple[list[Target], list[Target]]:
     engines = [
         Target(f"{each.host}:{each.port}", {"role": each.role, "instance": f"{plan.mode}-{each.name}"})
         for each in plan.engines
     ]
-    routers = [Target(f"{plan.router.host}:{plan.router.port}", {"instance": f"{plan.mode}-router"})]
+    return engines, [Target(f"{plan.router.host}:{plan.router.port}", {"instance": f"{plan.mode}-router"})]
+
+
+def configure(
+    folder: Path, prometheus: subprocess.Popen[bytes], engines: list[Target], routers: list[Target], rules: list[str]
+) -> None:
     config = prometheus_config(engines, routers, interval_seconds=2, rule_files=rules)
-    file.write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config, sort_keys=False))
+    prometheus.send_signal(signal.SIGHUP)
 
 
 def run_fleet(folder: Path, mode: str, prometheus: subprocess.Popen[bytes], rules: list[str]) -> None:
@@ -142,12 +146,13 @@ def run_fleet(folder: Path, mode: str, prometheus: subprocess.Popen[bytes], rule
     print(f"{mode}: up rc {up.returncode} after {time.monotonic() - started:.0f} s", flush=True)
     try:
         if up.returncode == 0:
-            write_config(folder / "prometheus.yml", RunDir(name), rules)
-            prometheus.send_signal(signal.SIGHUP)
+            configure(folder, prometheus, *targets(RunDir(name).read_plan()), rules)
             time.sleep(5)
             print(f"{mode}: outcomes {asyncio.run(play(name))}", flush=True)
     finally:
         subprocess.run([*KVOPS, "down", "--name", name], check=False)
+        # The next fleet takes the same ports and must not be scraped under this one's names.
+        configure(folder, prometheus, [], [], rules)
 
 
 def main(folder: Path, modes: list[str]) -> None:

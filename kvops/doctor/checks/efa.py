@@ -605,7 +605,10 @@ def module_build(facts: Facts) -> Finding:
     "EFA-20",
     "The number of EFA devices does not change between two looks",
     evidence="EFA-01 at two times",
-    rule="WARN if it grows: devices appear late after boot (seen on p5en)",
+    rule=(
+        "WARN if it grows: devices appear late after boot (seen on p5en). Within five minutes of boot a live look that "
+        "misses some is repeated, up to three times, five seconds apart"
+    ),
     fix="Start engines only when the count is stable: three looks, five seconds apart",
     sources=("A-AWS",),
     applies=(conditions.efa,),
@@ -614,7 +617,7 @@ def late_devices(facts: Facts) -> Finding:
     """An engine that starts too early after boot opens fewer rails than the machine has."""
     now = len(facts.efa_pci)
     if facts.previous is None:
-        return skipped("takes a second look (--watch)")
+        return skipped("takes a second look: --watch, or a machine that has just booted")
     before = len(facts.previous.efa_pci)
     if before != now:
         return warned(f"the number of EFA devices went from {before} to {now}")

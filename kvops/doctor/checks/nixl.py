@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from kvops.doctor import conditions
 from kvops.doctor.check import State, failed, in_group, passed, skipped, unknown, warned
 from kvops.doctor.checks import ucx
-from kvops.doctor.parsers import logs, packages
+from kvops.doctor.parsers import logs, nixlbench, packages
+from kvops.doctor.probe.verdict import pair_threshold
 
 if TYPE_CHECKING:
     from kvops.doctor.check import Finding
@@ -380,6 +381,39 @@ def dram_limit(facts: Facts) -> Finding:
     return passed("no limit")
 
 
+@check(
+    "NX-23",
+    "nixlbench reached what the instance type carries",
+    evidence="nixlbench in a snapshot's commands, and the instance type; nixlbench is never run",
+    rule=(
+        "one pair's B/W against the EFAs near one accelerator, as kvops probe judges it: WARN below 60 %, FAIL below "
+        "1.3 GB/s; its own 'Network Util (%)' is of 50 GB/s a pair on every type and is not looked at"
+    ),
+    fix="Look at what keeps NIXL from EFA (NX-05, NX-06, GDR-02); take kvops probe to measure again",
+    sources=("NIXLBENCH",),
+    applies=(conditions.efa,),
+    explained_by=("NX-05", "NX-06", "GDR-02", "LF-01"),
+)
+def benchmark(facts: Facts) -> Finding:
+    """A percentage of a constant makes p5 look slow, and a p5en with half its rails look well."""
+    runs = [argv for argv in facts.host.captured_commands() if argv[0] == "nixlbench"]
+    if not runs:
+        return skipped("the capture has no output of nixlbench")
+    measured = facts.parsed(runs[0], nixlbench.parse_nixlbench)
+    backend = "LIBFABRIC" if "LIBFABRIC" in runs[0] else "UCX"
+    threshold = pair_threshold(facts.instance_type, backend, "vram" if "VRAM" in runs[0] else "dram")
+    if threshold is None:
+        return unknown("what this instance type carries is not published")
+    percentage = measured.network_util_percent
+    said = "" if percentage is None else f"; its Network Util of {percentage:.1f} % is of 50 GB/s"
+    evidence = f"B/W {measured.gb_per_second:.1f} GB/s of {threshold.line:g} ({backend}){said}"
+    if measured.gb_per_second < threshold.fails:
+        return failed("nixlbench is slower than this instance can be", evidence)
+    if measured.gb_per_second < threshold.passes:
+        return warned("nixlbench is slower than to be expected", evidence)
+    return passed("nixlbench is as fast as to be expected", evidence)
+
+
 CHECKS = (
     package,
     plugin_present,
@@ -396,4 +430,5 @@ CHECKS = (
     one_source,
     loader_order,
     dram_limit,
+    benchmark,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from doctor_cases import FAIL, PASS, UNKNOWN, WARN, Case, Scene, alone, set_config
+from doctor_cases import FAIL, NIXLBENCH, PASS, SKIP, UNKNOWN, WARN, Case, Scene, add_nixlbench, alone, set_config
 from doctor_hosts import LOG, SITE, WORKER_PID, rpm
 
 RPM = ("rpm", "-qa", "--qf", "%{NAME}\t%{VERSION}-%{RELEASE}\n")
@@ -91,6 +91,10 @@ CASES = (
         "/usr/local/cuda/compat",
         lambda s: s.host.env(LD_LIBRARY_PATH="/usr/local/cuda/compat:/opt/amazon/efa/lib"),
     ),
+    Case("NX-23", WARN, "Network Util of 90.2 % is of 50 GB/s", lambda s: add_nixlbench(s.host, 45.1)),
+    Case("NX-23", FAIL, "slower than this instance", lambda s: add_nixlbench(s.host, 0.3)),
+    Case("NX-23", UNKNOWN, "no column", lambda s: s.host.command(NIXLBENCH, "Segmentation fault\n")),
+    Case("NX-23", SKIP, "no output of nixlbench", lambda s: None, alone),
     Case("NX-22", PASS, "note", lambda s: s.host.env(NIXL_LIBFABRIC_MAX_BW_PER_DRAM_SEG="50")),
     Case("NX-05", PASS, "LIBFABRIC", lambda s: None, alone),
 )
@@ -112,4 +116,5 @@ GONE = {
     "NX-20": ("rpm",),
     "NX-21": ENVIRON,
     "NX-22": ENVIRON,
+    "NX-23": ("/sys/devices/virtual/dmi",),
 }
