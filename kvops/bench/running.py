@@ -207,12 +207,14 @@ async def _open_loop(
             body = client.body(ask)
             await asyncio.sleep(start + after - time.monotonic())
             if len(under_way) >= _MAX_UNDER_WAY:
-                raise KvopsError(f"{_MAX_UNDER_WAY} requests are under way at once", "lower --rates or --seconds")
+                break
             task = group.create_task(measured(client, ask, body, start + after))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
             tasks.append(task)
-    return sum(task.result() for task in tasks)
+        else:
+            return sum([await task for task in tasks])
+    raise KvopsError(f"{_MAX_UNDER_WAY} requests were under way at once", "lower --rates or --seconds")
 
 
 async def _one_by_one(client: Client, asks: Iterable[Ask]) -> None:

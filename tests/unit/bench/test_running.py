@@ -3,7 +3,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from kvops.bench import counters
+from kvops.bench import counters, running
 from kvops.bench.client import Client
 from kvops.bench.results import Cell
 from kvops.bench.running import Runner, Server, expected_requests
@@ -77,6 +77,13 @@ async def test_requests_leave_when_due_although_none_has_been_answered(fleet):
     sink = await run(fleet, sweep(warm_up=0))
     first_end = min(result.sent + result.e2e_seconds for result in sink.requests)
     assert all(result.sent < first_end for result in sink.requests)
+
+
+async def test_a_server_that_stands_still_ends_the_run_rather_than_filling_memory(fleet, monkeypatch):
+    monkeypatch.setattr(running, "_MAX_UNDER_WAY", 3)
+    fleet.seconds = 0.5
+    with pytest.raises(KvopsError, match="3 requests were under way"):
+        await run(fleet, sweep(warm_up=0))
 
 
 async def test_one_at_a_time_waits_for_each_answer(fleet):
