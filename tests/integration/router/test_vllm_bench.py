@@ -62,5 +62,5 @@ async def bench(listener: socket.socket, model: Path, file: Path) -> dict[str, f
     )
     text, _ = await process.communicate()
     assert process.returncode == 0, text.decode()[-3000:]
-    found: dict[str, float] = json.loads(file.read_text())
+    found: dict[str, float] = json.loads(await asyncio.to_thread(file.read_text))
     return found
