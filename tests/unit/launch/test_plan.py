@@ -197,3 +197,12 @@ def test_secrets_are_hidden_for_printing() -> None:
     shown = without_secrets(plan).role("decode")[0].env
     assert (shown["HF_TOKEN"], shown["UCX_TLS"]) == ("***", "tcp")
     assert plan.role("decode")[0].env["HF_TOKEN"] == "hf_abc"
+
+
+def test_workers_and_admin_port_of_the_router_are_passed_on() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        admin_port = probe.getsockname()[1]
+    argv = plan_of(router={"workers": 2, "admin_port": admin_port}).router.argv
+    assert argv[argv.index("--workers") + 1] == "2"
+    assert argv[argv.index("--admin-port") + 1] == str(admin_port)
