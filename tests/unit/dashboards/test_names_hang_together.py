@@ -32,14 +32,12 @@ NOT_METRICS = {"kvops_connectors", "kvops_dashboards"}
 ELSEWHERE = {
     "kvops_prompt_tokens_total": "a whole to divide by; shown by kvops top",
     "kvops_handshake_duration_seconds": "a price paid once per peer",
-    "kvops_transfers_total": "the peers' counters name the culprit; dashboards show it",
     "kvops_held_requests": "blocks are what runs out",
     "kvops_holds_total": "equals ended plus held",
     "kvops_mends_total": "a mend that steps in is no trouble",
     "kvops_router_request_seconds": "depends on the length of answers",
     "kvops_router_first_byte_seconds": "a dashboard's figure until the fleet has an objective for it",
     "kvops_router_leg_seconds": "depends on the length of answers",
-    "kvops_peer_bytes_total": "used through a recording rule",
 }
 
 
