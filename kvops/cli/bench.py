@@ -275,3 +275,42 @@ def _key(file: Path | None) -> str | None:
         return file.read_text().split()[0]
     except (OSError, IndexError):
         raise KvopsError(f"{file} holds no API key", "give a file whose first line is the key") from None
+
+
+@command.command("import")
+@click.argument("file", type=_FILE)
+@click.option("--out", type=_FILE, required=True, help="Folder of the run.")
+@click.option("--leg-name", default="imported", show_default=True, help="What the leg is called.")
+@click.option("--mode", type=click.Choice(["pull", "push", "bidirectional"]), default="pull", show_default=True,
+              help="How KV moved in it.")  # fmt: skip
+def import_(*, file: Path, out: Path, leg_name: str, mode: str) -> None:
+    """Turn a result of vllm bench serve or AIPerf into a run that kvops report reads.
+
+    FILE comes from vllm bench serve --save-result --save-detailed, or is AIPerf's profile_export.jsonl. Nothing shows
+    whether KV moved in it, so the run's verdict says that.
+
+    \b
+    Example:
+      kvops bench import vllm-result.json --out imported-run --mode push
+    """
+    from kvops.bench import environment, imports  # noqa: PLC0415
+    from kvops.bench.results import Leg, Run, RunWriter, Verdict  # noqa: PLC0415
+
+    leg = Leg(name=leg_name, mode=mode)
+    results = imports.read(file, leg)
+    with RunWriter(out) as writer:
+        for result in results:
+            writer.add(result)
+        run = Run(
+            kind="imported",
+            started=min(result.sent for result in results),
+            command=["kvops", "bench", "import", file.name],
+            seed=0,
+            environment=environment.describe(),
+            workload={},
+            legs=[leg],
+            counters=[],
+            verdict=Verdict(ok=True, problems=["imported: nothing shows whether KV moved"]),
+        )
+        writer.finish(run)
+    click.echo(f"{len(results)} requests in {out}")
