@@ -181,8 +181,12 @@ def _legs_of_run(folder: Path, prefix: str) -> list[Leg]:
     run = results.read_run(folder)
     legs = {leg.name: Leg(prefix + leg.name, leg.mode) for leg in run.legs}
     columns: dict[str, dict[str, list[tuple[float, ...]]]] = {name: {} for name in legs}
+    sent: dict[str, list[str]] = {name: [] for name in legs}
     for request in results.read_requests(folder):
-        if request.outcome == "aborted" or request.leg not in columns:
+        if request.leg not in columns:
+            continue
+        sent[request.leg].append(request.request_id)
+        if request.outcome == "aborted":
             continue
         for cell in (_cell_name(run.kind, request), ALL):
             columns[request.leg].setdefault(cell, []).append(_row(request))
@@ -191,7 +195,9 @@ def _legs_of_run(folder: Path, prefix: str) -> list[Leg]:
         for cell in sorted(found, key=lambda cell: (cell == ALL, _natural(cell))):
             leg.samples[cell] = dict(zip(_ROW, np.array(found[cell], dtype=float).T, strict=True))
         files = results.journal_files(folder, name)
-        leg.journal = Journal(files) if files else None
+        if files:
+            leg.journal = Journal(files)
+            leg.journal.keep(sent[name])
     return list(legs.values())
 
 

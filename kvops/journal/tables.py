@@ -36,6 +36,7 @@ _COLUMNS = {
     "transfer": "STRUCT(bytes BIGINT, descriptors BIGINT, transfers BIGINT, queue_seconds DOUBLE,"
     " handshake_seconds DOUBLE, post_seconds DOUBLE, wire_seconds DOUBLE, wait_seconds DOUBLE)",
     "hold": "STRUCT(holder VARCHAR, blocks BIGINT, ttl_granted_seconds DOUBLE, held_seconds DOUBLE, ended_by VARCHAR)",
+    "client_id": "VARCHAR",
     "legs": "STRUCT(id VARCHAR, started_at DOUBLE)[]",
     "conversation": "VARCHAR",
     "turn": "BIGINT",
@@ -63,7 +64,8 @@ _TABLES = {
                transfer.handshake_seconds AS handshake, transfer.post_seconds AS post, transfer.wire_seconds AS wire
         FROM lines WHERE kind = 'hold' AND ts IS NOT NULL""",
     "routed": """
-        SELECT row_number() OVER () AS id, list_transform(legs, lambda leg: leg.id) AS legs, conversation, turn, mode,
+        SELECT row_number() OVER () AS id, client_id, list_transform(legs, lambda leg: leg.id) AS legs,
+               conversation, turn, mode,
                outcome,
                list_min(list_transform(legs, lambda leg: leg.started_at)) AS started, first_byte_at, ended_at
         FROM lines WHERE kind = 'router' AND ts IS NOT NULL""",
@@ -120,6 +122,19 @@ class Journal:
             self._db.execute(f"CREATE TEMP TABLE {name} AS {query}")
         self._db.execute("DROP TABLE lines")
         self.unreadable = total - sum(int(self.one(f"SELECT count(*) FROM {name}")) for name in _TABLES)
+
+    def keep(self, client_ids: Sequence[str]) -> bool:
+        """Keep only the lines of requests that clients sent under ``client_ids``; False, and all is kept, if none is.
+
+        Legs of a run may share their engines, so that each one's journals hold the other's requests, and warm-ups.
+        """
+        self._db.execute("CREATE OR REPLACE TEMP TABLE wanted AS SELECT unnest(?::VARCHAR[]) AS id", [list(client_ids)])
+        if not self.one("SELECT count(*) FROM routed SEMI JOIN wanted ON wanted.id = routed.client_id"):
+            return False
+        self._db.execute("DELETE FROM routed WHERE client_id IS NULL OR client_id NOT IN (SELECT id FROM wanted)")
+        for table in ("requests", "holds"):
+            self._db.execute(f"DELETE FROM {table} WHERE leg NOT IN (SELECT unnest(legs) FROM routed)")
+        return True
 
     def one(self, query: str) -> float:
         """Return the single number that ``query`` selects; NaN for NULL."""

@@ -33,6 +33,8 @@ FLOW_COLUMNS = (
 )  # fmt: skip
 HELD_COLUMNS = ("leg", "holder", "ended by", "holds", "block-seconds", "longest s")
 RATIO_COLUMNS = ("requests of", "", "ratio", "95 % interval", "verdict")
+# The bootstrap's intervals of a handful of values are too narrow by far.
+_FEWEST_FOR_VERDICT = 10
 _NAMES = dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL p50", "ITL p99"), strict=True))
 
 
@@ -135,6 +137,8 @@ def ratio_rows(compared: dict[str, dict[str, Estimate]]) -> list[list[str]]:
 
 
 def _verdict(ratio: Estimate) -> str:
+    if ratio.count < _FEWEST_FOR_VERDICT:
+        return "too few requests"
     if ratio.high < 1:
         return "first is faster"
     return "second is faster" if ratio.low > 1 else "no difference shown"

@@ -66,6 +66,16 @@ def test_a_run_without_journals_says_so(run: Path) -> None:
     assert "push: no journal, so nothing is known of its KV" in errors
 
 
+def test_a_handful_of_requests_gets_no_verdict(run: Path) -> None:
+    rows = (run / results.REQUESTS).read_text().splitlines(keepends=True)
+    (run / results.REQUESTS).write_text("".join(rows[:8]))
+
+    _, output, _ = invoke("report", run, "--compare", "push", "pull")
+
+    assert "too few requests" in output
+    assert "faster" not in output
+
+
 def test_an_unknown_leg_is_refused_with_the_known_ones(run: Path) -> None:
     code, _, errors = invoke("report", run, "--compare", "push", "pul")
 

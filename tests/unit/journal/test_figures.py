@@ -156,6 +156,26 @@ def test_a_leg_compared_with_itself_has_the_ratio_one(folder: Path) -> None:
     assert compare(leg, leg)[ALL]["ttft_seconds"].value == 1
 
 
+def test_only_the_requests_of_the_wanted_clients_are_kept(tmp_path: Path) -> None:
+    router, *engines = pulled()
+    other = msgspec.structs.replace(router, client_id="other", legs=[])
+    warm_up = msgspec.structs.replace(engines[0], request=RequestIds("cmpl-w-0-x", "cmpl-w-0"))
+    (tmp_path / "a.jsonl").write_bytes(encoded([router, *engines, other, warm_up]))
+    journal = Journal(find_files([tmp_path]))
+
+    assert journal.keep(["c", "lost"])
+
+    assert [journal.one(f"SELECT count(*) FROM {table}") for table in ("routed", "requests", "holds")] == [1, 2, 1]
+
+
+def test_all_is_kept_where_no_line_is_of_a_wanted_client(folder: Path) -> None:
+    journal = Journal(find_files([folder]))
+
+    assert not journal.keep(["another"])
+
+    assert journal.one("SELECT count(*) FROM requests") == 2
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: (
