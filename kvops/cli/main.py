@@ -19,10 +19,16 @@ VERBS = {
     "status": "Show the processes of a fleet and their state.",
     "logs": "Show what the processes of a fleet wrote.",
     "doctor": "Check that this host will really move KV by RDMA.",
+    "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
     "top": "Watch the engines of a fleet: requests, KV cache, where tokens come from, waits.",
     "trace": "Show what happened to a request on the router, on prefill and on decode.",
-    "probe": "Move real bytes between two NIXL agents, check them, and say how fast.",
     "runbook": "Show what an alert means, how to find its cause, and what to do.",
+    "dashboards": "Generate, push, provision and check the Grafana dashboards and Prometheus rules.",
+    "bench": "Measure fleets under single requests or growing conversations, in turns.",
+    "report": "Show latencies and what KV did, of a bench run or of journals.",
+    "advise": "Say which mode, threshold and TTL fit, from what was measured.",
+    "render": "Write the fleet as Kubernetes manifests, as a Slurm batch script or as a compose file.",
+    "collect": "Bring the journals of a cluster's pods, or of run folders, into one folder, redacted.",
     "router": "Run the reference router in front of engines that are already up.",
 }
 

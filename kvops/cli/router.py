@@ -35,6 +35,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
 @click.option("--admin-port", type=click.IntRange(1, 65535), help="Loopback port of the admin API; none if left out.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes, a core each.")
 @click.option("--api-key-file", type=_FILE, help="File with one accepted API key a line.")
 @click.option("--tls-cert", type=_FILE, help="Certificate chain (PEM); serves HTTPS.")
 @click.option("--tls-key", type=_FILE, help="Its private key (PEM).")
@@ -52,6 +53,7 @@ def command(
     host: str,
     port: int,
     admin_port: int | None,
+    workers: int,
     api_key_file: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -69,7 +71,8 @@ def command(
       kvops router --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200
       kvops router --endpoints endpoints.yaml --mode auto --admin-port 8001
     """
-    from kvops.router.app import make_app, serve  # noqa: PLC0415
+    from kvops.router import app  # noqa: PLC0415
+    from kvops.router import workers as several  # noqa: PLC0415
     from kvops.router.settings import Limits, Settings  # noqa: PLC0415
 
     sources = _sources(prefill, decode, endpoints)
@@ -80,11 +83,17 @@ def command(
         limits=Limits(requests_per_second=rate_limit),
         journal=journal,
     )
-    tls = _tls(tls_cert, tls_key)
+    context = _tls(tls_cert, tls_key)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("kvops.router").info("serving mode %s on %s:%d", mode, host, port)
     try:
-        serve(make_app(sources, settings), host, port, admin_port=admin_port, tls=tls)
+        if workers == 1:
+            app.serve(app.make_app(sources, settings), host, port, admin_port=admin_port, tls=context)
+        else:
+            tls = (tls_cert, tls_key) if tls_cert and tls_key else None
+            several.serve(sources, settings, host, port, workers=workers, admin_port=admin_port, tls=tls)
+    except several.WorkersFailedError as error:
+        raise KvopsError(str(error), "see the lines above for why they end") from None
     except OSError as error:
         raise KvopsError(
             f"cannot listen on {host}:{port}: {error.strerror}", "choose another --host or --port"
@@ -107,14 +116,12 @@ def _tls(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
         return None
     if cert is None or key is None:
         raise KvopsError("only one of --tls-cert and --tls-key is given", "give both")
-    import ssl  # noqa: PLC0415
+    from kvops.router.tls import server_context  # noqa: PLC0415
 
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(cert, key)
-    except (OSError, ssl.SSLError) as error:
+        return server_context(cert, key)
+    except OSError as error:
         raise KvopsError(f"cannot use {cert} with {key}: {error}", "give a PEM chain and its key") from None
-    return context
 
 
 def _read_keys(file: Path) -> list[str]:

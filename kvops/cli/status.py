@@ -12,8 +12,10 @@ from kvops.launch.rundir import FleetState, RunDir, known_names
 
 @click.command()
 @click.option("--name", help="One fleet; all if left out.")
+@click.option("--kubernetes", "in_cluster", is_flag=True, help="The fleet's pods, through kubectl.")
+@click.option("--namespace", default="kvops", show_default=True, help="With --kubernetes: the fleet's namespace.")
 @json_option
-def command(*, name: str | None, as_json: bool) -> None:
+def command(*, name: str | None, in_cluster: bool, namespace: str, as_json: bool) -> None:
     """Show the processes of each fleet and their state.
 
     Exit status 0 if every fleet shown is ready, 1 if one is not.
@@ -22,7 +24,12 @@ def command(*, name: str | None, as_json: bool) -> None:
     Example:
       kvops status
       kvops status --name default --json
+      kvops status --kubernetes
     """
+    if in_cluster:
+        from kvops.cli.pods_view import show_pods  # noqa: PLC0415
+
+        raise SystemExit(0 if show_pods(namespace, as_json=as_json) else 1)
     states = [state for each in ([name] if name else known_names()) if (state := _read(each))]
     if not states:
         raise KvopsError(f"no fleet named {name} was started here" if name else "no fleet was started here", "kvops up")

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Print the launch plan and start nothing.")
 @json_option
 @click.option("--force", is_flag=True, help="Start although the doctor's quick checks say that KV will not move.")
+@click.option("--observe", is_flag=True, help="Start Prometheus (and Grafana where it is installed) beside the fleet.")
 @click.option("--stock-connectors", is_flag=True, help="Use vLLM's own connectors instead of the instrumented ones.")
 def command(
     *,
@@ -52,6 +53,7 @@ def command(
     dry_run: bool,
     as_json: bool,
     force: bool,
+    observe: bool,
     stock_connectors: bool,
 ) -> None:
     """Start prefill and decode engines and a router, and prove that KV moves between them.
@@ -62,8 +64,11 @@ def command(
       kvops up --decode 2 -d                    two decode engines, in the background
       kvops up --preset p5en --dry-run          the whole plan for a p5en, on any machine
       kvops up -f kvops.yaml --mode push
+      kvops up --observe -d                     with Prometheus; kvops status shows its port
     """
     overrides = _overrides(mode=mode, model=model, prefill=prefill, decode=decode)
+    if observe:
+        overrides["observability"] = {"enabled": True}
     run_dir = RunDir(name)
     topology = load_topology(file, overrides, preset)
     plan = make_plan(
@@ -77,6 +82,8 @@ def command(
         _refuse_what_will_not_move_kv(plan)
     if topology.model == tiny_model.MODEL_NAME:
         tiny_model.ensure_model(Path(plan.model))
+    if topology.observability.enabled:
+        _prepare_observers(plan, run_dir)
     state = _run_detached(plan, run_dir, as_json=as_json) if detach else _run(plan, run_dir, as_json=as_json)
     if state.phase == "failed":
         click.echo(f"Error: {state.problem}", err=True)
@@ -89,6 +96,15 @@ def _overrides(*, mode: str | None, model: str | None, prefill: int | None, deco
         if replicas is not None:
             overrides[role] = {"replicas": replicas}
     return overrides
+
+
+def _prepare_observers(plan: Plan, run_dir: RunDir) -> None:
+    from kvops.launch import observers  # noqa: PLC0415
+
+    run_dir.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    observers.write_files(plan, run_dir.path)
+    for sentence in observers.missing_advice(run_dir.path):
+        click.echo(sentence, err=True)
 
 
 def _refuse_what_cannot_run(plan: Plan, run_dir: RunDir) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvops import __version__
 from kvops.doctor import manifest
-from kvops.doctor.engines import is_engine, is_worker
+from kvops.doctor.engines import is_engine, is_fabric_manager, is_worker
 from kvops.doctor.facts import Facts
 from kvops.doctor.host import Gap, Host, Output
 from kvops.doctor.parsers import proc
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 HOSTNAME = "/proc/sys/kernel/hostname"
 
+_OF_INIT = {"/proc/1/limits", "/proc/1/status"}
 _PID_FILE = re.compile(r"^/proc/(\d+)/")
 _KERNEL_LOG = re.compile(r"(?i)efa|neuron|nvidia|infiniband|nvrm|gdrdrv")
 _ENGINE_LOG = re.compile(
@@ -46,7 +47,7 @@ _LIBRARIES = re.compile(r"libs found|fabric|efa|ibverbs|nccl|nrt|cudart|libuc[ps
 _PACKAGES = re.compile(r"fabric|efa|ibverbs|rdma|nccl|neuron|nvidia|cuda|ucx|gdrcopy", re.IGNORECASE)
 _DISTRIBUTIONS = re.compile(r"^\.?(?:vllm|nixl|torch|nvidia|libneuron|neuron|ucx|cuda)", re.IGNORECASE)
 _KERNEL_OPTIONS = re.compile(r"PCI_P2PDMA|INFINIBAND|DMABUF|DMA_SHARED")
-_METRICS = re.compile(r"^vllm:(?:nixl_|request_success)")
+_METRICS = re.compile(r"^vllm:(?:nixl_|request_success|generation_tokens)")
 
 
 def expand(host: Host, pattern: str) -> None:
@@ -86,7 +87,7 @@ class _Bundle:
         self.members: dict[str, bytes] = {}
         self._redactor = Redactor(hostname)
         self._gaps: list[dict[str, Any]] = []
-        self._engines = {str(pid) for pid, argv in _processes(facts).items() if is_engine(argv) or is_worker(argv)}
+        self._engines = {str(pid) for pid, argv in _processes(facts).items() if _is_wanted_process(argv)}
         self._logs = _log_paths(host)
         texts, listings, links, outputs = host.answers()
         for path, text in texts.items():
@@ -107,7 +108,7 @@ class _Bundle:
 
     def _add_text(self, path: str, text: str | Gap) -> None:
         process = _PID_FILE.match(path)
-        if path == HOSTNAME or (process and process[1] not in self._engines and path != "/proc/1/limits"):
+        if path == HOSTNAME or (process and process[1] not in self._engines and path not in _OF_INIT):
             return
         if isinstance(text, str):
             if path.endswith("/environ"):
@@ -170,6 +171,10 @@ class _Bundle:
 
 def _processes(facts: Facts) -> dict[int, tuple[str, ...]]:
     return {} if isinstance(facts.host.listdir("/proc"), Gap) else facts.processes
+
+
+def _is_wanted_process(argv: tuple[str, ...]) -> bool:
+    return is_engine(argv) or is_worker(argv) or is_fabric_manager(argv)
 
 
 def _log_paths(host: Host) -> set[str]:

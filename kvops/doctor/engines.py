@@ -111,3 +111,8 @@ def is_engine(argv: tuple[str, ...]) -> bool:
 def is_worker(argv: tuple[str, ...]) -> bool:
     """Tell whether a process title is one that vLLM gives its engine core and workers."""
     return bool(argv) and argv[0].startswith("VLLM::")
+
+
+def is_fabric_manager(argv: tuple[str, ...]) -> bool:
+    """Tell whether a command line is that of NVIDIA's fabric manager, which GPU operators run without systemd."""
+    return bool(argv) and posixpath.basename(argv[0]) == "nv-fabricmanager"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
@@ -30,10 +31,29 @@ VERBS_FOLDERS = (
     "/usr/lib64/libibverbs",
 )
 MAX_PROCESSES = 4096
+# What these print depends on the files beside them, so that only the engines' own container can answer.
+READS_LIBRARIES = {"fi_info", "ucx_info", "ldconfig", "ldd", "dpkg-query", "rpm"}
+CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 
 
 class UnavailableError(Exception):
     """A fact has no evidence, or evidence that cannot be read; the check that asked is then unknown."""
+
+
+class _UnreadableEnvironment(Mapping[str, str]):
+    """The environment of an engine that may not be read: whoever asks for a variable has no evidence."""
+
+    def __init__(self, gap: Gap) -> None:
+        self._gap = gap
+
+    def __getitem__(self, name: str) -> str:
+        raise UnavailableError(str(self._gap))
+
+    def __iter__(self) -> Iterator[str]:
+        raise UnavailableError(str(self._gap))
+
+    def __len__(self) -> int:
+        raise UnavailableError(str(self._gap))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +81,7 @@ class Facts:
         planned: Sequence[Engine] = (),
         previous: Facts | None = None,
         peer: Facts | None = None,
+        named: Mapping[int, str] | None = None,
     ) -> None:
         """Look at a host.
 
@@ -70,11 +91,13 @@ class Facts:
             planned: engines about to be started, looked at instead of those that run.
             previous: an earlier look at the same host, for counters that must not rise.
             peer: the decode side, when this is the prefill side of a pair.
+            named: pids of the engines to look at, in order and with their names; without it every engine that runs.
         """
         self.host = host
         self.planned = tuple(planned)
         self.previous = previous
         self.peer = peer
+        self.named = dict(named or {})
         self._instance_type = instance_type
 
     # Reading
@@ -106,8 +129,10 @@ class Facts:
         """Return what a command printed.
 
         Raises:
-            UnavailableError: it was not run, or is not there.
+            UnavailableError: it was not run, is not there, or looks at other libraries than the engines do.
         """
+        if argv[0] in READS_LIBRARIES:
+            self.require_shared_files()
         return _present(self.host.run(argv))
 
     def installed(self, argv: Argv) -> bool:
@@ -126,12 +151,42 @@ class Facts:
             raise UnavailableError(f"{' '.join(argv)} failed: {last_line[:120]}")
         return read_as(parser, output.stdout, " ".join(argv))
 
+    def require_shared_files(self) -> None:
+        """Go on only where the engines see the files that we see.
+
+        Raises:
+            UnavailableError: an engine runs in a container, whose libraries and packages are its own.
+        """
+        own = self.host.readlink("/proc/self/ns/pid")
+        for engine in () if self.planned else self.running_engines:
+            theirs = self.host.readlink(f"/proc/{engine.pid}/ns/pid")
+            if isinstance(own, str) and isinstance(theirs, str) and own != theirs:
+                raise UnavailableError(
+                    f"{engine.name} runs in a container: run kvops doctor inside it to see its files"
+                )
+
     # The machine
+
+    @cached_property
+    def in_container(self) -> bool:
+        """Tell whether this is a container, which may be given a part of the machine's devices on purpose."""
+        if any(isinstance(self.host.read(mark), str) for mark in CONTAINER_MARKS):
+            return True
+        own = self.host.read("/proc/self/environ")
+        return isinstance(own, str) and "KUBERNETES_SERVICE_HOST" in proc.parse_environ(own)
 
     @cached_property
     def instance_type(self) -> str:
         """Return the instance type, or whatever else DMI calls the product; empty where there is no DMI."""
         return self._instance_type or self.optional("/sys/devices/virtual/dmi/id/product_name") or ""
+
+    @property
+    def seconds_since_boot(self) -> float:
+        """Return the uptime of the kernel."""
+        first = self.text("/proc/uptime").partition(" ")[0]
+        if not re.fullmatch(r"\d{1,12}(?:\.\d{1,4})?", first):
+            raise UnavailableError(f"/proc/uptime holds {first[:40]!r}")
+        return float(first)
 
     @cached_property
     def profile(self) -> Instance | None:
@@ -254,6 +309,7 @@ class Facts:
     @cached_property
     def verbs_providers(self) -> list[str]:
         """Return the EFA provider libraries of libibverbs (``libefa-rdmav59.so``) in the folders that exist."""
+        self.require_shared_files()
         found = [f"{folder}/{name}" for folder in VERBS_FOLDERS for name in self.names(folder)]
         return [path for path in found if re.search(r"/libefa-rdmav\d+\.so$", path)]
 
@@ -287,6 +343,7 @@ class Facts:
     @cached_property
     def os_packages(self) -> dict[str, str]:
         """Return the versions of Debian or RPM packages."""
+        self.require_shared_files()
         outputs = [self.host.run(argv) for argv in (manifest.DPKG, manifest.RPM)]
         texts = [output.stdout for output in outputs if isinstance(output, Output) and output.exit == 0]
         if not texts:
@@ -321,6 +378,11 @@ class Facts:
         """Return the site-packages directories of the engines' interpreters, else those of kvops itself."""
         if self.planned:
             return self.host.python_paths()
+        self.require_shared_files()
+        maps = [self.host.read(f"/proc/{engine.pid}/maps") for engine in self.running_engines]
+        closed = [answer for answer in maps if isinstance(answer, Gap) and answer.why is Why.DENIED]
+        if closed:
+            raise UnavailableError(f"{closed[0]}: run as the engines' user to see their packages")
         found = [path for engine in self.running_engines for path in self.mapped_files(engine.pid)]
         folders = [re.match(r".*/(?:site|dist)-packages(?=/)", path) for path in found]
         return tuple(dict.fromkeys(match[0] for match in folders if match)) or self.host.python_paths()
@@ -333,6 +395,7 @@ class Facts:
     @cached_property
     def plugin_folders(self) -> tuple[str, ...]:
         """Return the folders where NIXL looks for backends: its variable, else beside the wheel's libraries."""
+        self.require_shared_files()
         named = [env["NIXL_PLUGIN_DIR"] for env in self.environments.values() if env.get("NIXL_PLUGIN_DIR")]
         if named:
             return tuple(dict.fromkeys(named))
@@ -394,14 +457,25 @@ class Facts:
 
     @cached_property
     def running_engines(self) -> list[Engine]:
-        """Return the vLLM servers that run here, with an empty environment where it may not be read."""
+        """Return the vLLM servers that run here."""
         engines = []
-        for pid, argv in self.processes.items():
-            if is_engine(argv):
-                environ = self.host.read(f"/proc/{pid}/environ")
-                env = {} if isinstance(environ, Gap) else proc.parse_environ(environ)
-                engines.append(Engine(f"vLLM (pid {pid})", argv, env, pid, self))
+        for pid, argv in self._engine_processes():
+            name = self.named.get(pid, f"vLLM (pid {pid})")
+            engines.append(Engine(name, argv, self._environment_of(pid), pid, self))
         return engines
+
+    def _environment_of(self, pid: int) -> Mapping[str, str]:
+        path = f"/proc/{pid}/environ"
+        found = self.host.read(path)
+        if isinstance(found, Gap):
+            return _UnreadableEnvironment(found)
+        # A process that sets its title writes it over its environment; no process starts without any variable.
+        return proc.parse_environ(found) or _UnreadableEnvironment(Gap(path, Why.UNREADABLE))
+
+    def _engine_processes(self) -> list[tuple[int, tuple[str, ...]]]:
+        if self.named:
+            return [(pid, self.processes[pid]) for pid in self.named if pid in self.processes]
+        return [(pid, argv) for pid, argv in self.processes.items() if is_engine(argv)]
 
     @cached_property
     def engines(self) -> list[Engine]:
@@ -422,16 +496,31 @@ class Facts:
         if self.peer is not None:
             return list(product(self.kv_engines, self.peer.kv_engines))
         pairs = combinations(self.kv_engines, 2)
+        if self.named:
+            return list(pairs)
         return [_prefill_first(a, b) for a, b in pairs if self.planned or a.served_name == b.served_name]
 
     @cached_property
     def environments(self) -> dict[str, dict[str, str]]:
         """Return the environments that count, by the name of their owner: the engines', else this process's."""
         engines = {engine.name: dict(engine.env) for engine in self.engines}
-        for engine in self.engines:
-            if engine.pid is not None and not engine.env:
-                _present(self.host.read(f"/proc/{engine.pid}/environ"))
         return engines or {"environment": proc.parse_environ(self.text("/proc/self/environ"))}
+
+    def network_of(self, engine: Engine) -> str:
+        """Return what tells the network namespace of an engine from others; empty where that cannot be seen."""
+        link = self.host.readlink(f"/proc/{engine.pid}/ns/net")
+        return link if isinstance(link, str) else ""
+
+    def process_status(self, pid: str) -> str:
+        """Return ``/proc/<pid>/status``, empty where it cannot be read."""
+        text = self.host.read(f"/proc/{pid}/status")
+        return text if isinstance(text, str) else ""
+
+    @cached_property
+    def loaded_plugins(self) -> list[str]:
+        """Return the backends whose NIXL plugin an engine's process has mapped; none while they start."""
+        mapped = [path for pid in self.worker_pids for path in self.mapped_files(pid)]
+        return sorted({found[1] for path in mapped if (found := re.search(r"libplugin_(\w+)\.so", path))})
 
     @cached_property
     def worker_pids(self) -> list[int]:
@@ -488,6 +577,10 @@ class Facts:
 
     def kubectl(self, argv: Argv) -> list[dict[str, Any]]:
         """Return the objects of a ``kubectl get``."""
+        output = self.output(argv)
+        if output.exit:
+            # kubectl prints an empty list beside "Forbidden": no right to look is not "there is none".
+            raise UnavailableError(f"{' '.join(argv)} failed: {output.stderr.strip()[:120]}")
         return cloud.rows(self.parsed(argv, cloud.parse_object), "items")
 
 

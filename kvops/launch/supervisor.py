@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 
 from kvops.errors import KvopsError
+from kvops.launch import observers
 from kvops.launch.advice import explain_log
 from kvops.launch.canary import run_canary
 from kvops.launch.plan import Plan
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 READY_TIMEOUT_SECONDS = 3 * 3600
 _HEALTH_POLL_SECONDS = 0.25
 _POLLS_PER_LOG_LOOK = 8
-_HEALTH_PATH = {"prefill": "/health", "decode": "/health", "router": "/readyz"}
+_HEALTH_PATH = {"prefill": "/health", "decode": "/health", "router": "/readyz", **observers.HEALTH_PATH}
 _LAST_LINES = 12
 
 
@@ -152,6 +153,10 @@ class Supervisor:
         code = await child.wait()
         state = self._process(process.name)
         state.exit_code, state.phase = code, "died"
+        if process.role in observers.ROLES:
+            # Nobody's request needs it.
+            self._changed()
+            return
         if not self._stopping:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
             self._fail(_obituary(process, how))
@@ -168,8 +173,9 @@ class Supervisor:
                 # Last, so that its very first look at the engines finds them serving.
                 await self._start(self._plan.router)
                 await self._await_health(session, self._plan.router)
+                await self._start_observers()
             except* TimeoutError:
-                late = [state.name for state in self.state.processes if state.phase != "ready"]
+                late = [state.name for state in self.state.processes if state.phase == "starting"]
                 problem = f"{', '.join(late)} did not become healthy in {READY_TIMEOUT_SECONDS} s; see kvops logs"
             except* _HangsError as hangs:
                 problem = str(hangs.exceptions[0])
@@ -185,6 +191,17 @@ class Supervisor:
         self.state.phase = "ready"
         self._changed()
         return True
+
+    async def _start_observers(self) -> None:
+        """Start Prometheus and Grafana where the plan has them; the fleet waits for neither."""
+        for role in observers.ROLES:
+            for process in self._plan.role(role):
+                await self._start(process)
+                self._watchers.append(asyncio.create_task(self._await_observer(process)))
+
+    async def _await_observer(self, process: Process) -> None:
+        async with aiohttp.ClientSession() as session:
+            await self._await_health(session, process)
 
     async def _await_health(self, session: aiohttp.ClientSession, process: Process) -> None:
         started = time.monotonic()

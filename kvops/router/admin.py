@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from aiohttp import web
 
-from kvops.router.endpoints import EndpointError
+from kvops.router.endpoints import ROLES, EndpointError
 from kvops.router.errors import RouterError, error_response
 from kvops.router.pool import Role  # noqa: TC001 - msgspec reads the annotation
-from kvops.router.state import STATE, Router
+from kvops.router.state import EndpointView  # noqa: TC001 - public in the protocol
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from aiohttp.typedefs import Handler
 
-    from kvops.router.pool import Endpoint, Pool
+    from kvops.router.endpoints import Sources
 
 _MAX_BODY_BYTES = 64 * 1024
 # A page in a browser on this machine could otherwise reach the port by a name that resolves to loopback.
 _OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
-class EndpointView(msgspec.Struct):
-    """An engine as the admin API shows it."""
+class Control(Protocol):
+    """What the admin API works on: the router of this process, or all of its workers."""
 
-    name: str
-    role: Role
-    state: str
-    in_flight: int
-    waiting: int
-    kv_usage: float
-    generation: int
-    transfer_mode: str | None
-    engine_id: str | None
+    sources: Sources
+
+    async def refresh(self) -> None:
+        """Bring the pools to what the sources say."""
+
+    async def views(self) -> list[EndpointView]:
+        """Return the engines."""
+
+    async def drain(self, role: Role, name: str, *, draining: bool) -> EndpointView | None:
+        """Send an engine no new requests, or requests again; return it, None where there is none of that name."""
+
+    async def exposition(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+
+
+_CONTROL = web.AppKey("control", Control)
 
 
 class _Added(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,10 +51,10 @@ class _Added(msgspec.Struct, forbid_unknown_fields=True):
     url: str
 
 
-def make_admin_app(router: Router) -> web.Application:
-    """Return the admin API for ``router``."""
+def make_admin_app(control: Control) -> web.Application:
+    """Return the admin API for ``control``."""
     app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_errors, _check_host])
-    app[STATE] = router
+    app[_CONTROL] = control
     app.router.add_get("/healthz", _healthz)
     app.router.add_get("/metrics", _metrics)
     app.router.add_get("/openapi.json", _openapi)
@@ -57,80 +67,82 @@ def make_admin_app(router: Router) -> web.Application:
     return app
 
 
+@asynccontextmanager
+async def serve_admin(control: Control, port: int | None) -> AsyncIterator[None]:
+    """Serve the admin API on a loopback port for as long as the block runs; without a port do nothing.
+
+    Raises:
+        OSError: the port cannot be listened on.
+    """
+    if port is None:
+        yield
+        return
+    runner = web.AppRunner(make_admin_app(control), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
 async def _healthz(_: web.Request) -> web.Response:
     return _json({"status": "ok"})
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[STATE].exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+    return web.Response(
+        body=await request.app[_CONTROL].exposition(), headers={"Content-Type": "text/plain; version=0.0.4"}
+    )
 
 
 async def _list(request: web.Request) -> web.Response:
-    return _json(_views(request.app[STATE]))
+    return _json(await request.app[_CONTROL].views())
 
 
 async def _add(request: web.Request) -> web.Response:
-    router = request.app[STATE]
+    control = request.app[_CONTROL]
     try:
         added = msgspec.json.decode(await request.read(), type=_Added)
     except msgspec.DecodeError as error:
         raise RouterError(400, "invalid_request_error", f"send {{role, url}}: {error}") from None
-    router.sources.add(added.role, added.url)
-    await router.refresh()
-    return _json(_views(router), status=201)
+    control.sources.add(added.role, added.url)
+    await control.refresh()
+    return _json(await control.views(), status=201)
 
 
 async def _remove(request: web.Request) -> web.Response:
-    router = request.app[STATE]
-    pool, spec = _pool(request), _query(request, "url")
-    router.sources.remove(pool.role, spec)
-    await router.refresh()
-    return _json(_views(router))
+    control = request.app[_CONTROL]
+    control.sources.remove(_role(request), _query(request, "url"))
+    await control.refresh()
+    return _json(await control.views())
 
 
 async def _drain(request: web.Request) -> web.Response:
     name = _query(request, "name")
-    endpoint = _pool(request).find(name)
-    if endpoint is None:
+    draining = request.path.endswith("/drain")
+    view = await request.app[_CONTROL].drain(_role(request), name, draining=draining)
+    if view is None:
         raise RouterError(404, "not_found", f"there is no engine {name!r}")
-    endpoint.draining = request.path.endswith("/drain")
-    return _json(_view(endpoint))
+    return _json(view)
 
 
 async def _reload(request: web.Request) -> web.Response:
-    router = request.app[STATE]
-    router.sources.reload()
-    await router.refresh()
-    return _json(_views(router))
+    control = request.app[_CONTROL]
+    control.sources.reload()
+    await control.refresh()
+    return _json(await control.views())
 
 
 async def _openapi(_: web.Request) -> web.Response:
     return _json(OPENAPI)
 
 
-def _views(router: Router) -> list[EndpointView]:
-    return [_view(endpoint) for pool in (router.prefill, router.decode) for endpoint in pool.endpoints]
-
-
-def _view(endpoint: Endpoint) -> EndpointView:
-    return EndpointView(
-        name=endpoint.name,
-        role=endpoint.role,
-        state=endpoint.state,
-        in_flight=endpoint.in_flight,
-        waiting=endpoint.waiting,
-        kv_usage=endpoint.kv_usage,
-        generation=endpoint.generation,
-        transfer_mode=endpoint.transfer_mode,
-        engine_id=endpoint.identity.engine_id if endpoint.identity else None,
-    )
-
-
-def _pool(request: web.Request) -> Pool:
-    router, role = request.app[STATE], _query(request, "role")
-    for pool in (router.prefill, router.decode):
-        if pool.role == role:
-            return pool
+def _role(request: web.Request) -> Role:
+    role = _query(request, "role")
+    for known in ROLES:
+        if role == known:
+            return known
     raise RouterError(400, "invalid_request_error", f"role is {role!r} but should be prefill or decode")
 
 

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import signal
+import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 
 from kvops.router import bodies, serving
-from kvops.router.admin import make_admin_app
+from kvops.router.admin import serve_admin
 from kvops.router.auto import AutoMode
 from kvops.router.bidirectional import BidirectionalMode
-from kvops.router.conversations import Conversations
 from kvops.router.engines import Engines, make_session
 from kvops.router.errors import EngineFailure, RouterError, error_response
 from kvops.router.exchange import Attempt, Exchange
+from kvops.router.gate import Gate
 from kvops.router.health import Watch
 from kvops.router.identities import Identities
 from kvops.router.journal import Journal
-from kvops.router.limits import RateLimit
 from kvops.router.metrics import RouterMetrics
 from kvops.router.pool import Pool
 from kvops.router.pull import PullMode
 from kvops.router.push import PushMode
 from kvops.router.relay import ClientGoneError
 from kvops.router.releases import Releases
-from kvops.router.state import STATE, Router
+from kvops.router.shared import Own, Shared
+from kvops.router.state import STATE, Router, follow
 
 if TYPE_CHECKING:
     import ssl
@@ -47,15 +47,18 @@ log = logging.getLogger(__name__)
 # Open to everybody: what load balancers ask.
 _OPEN_PATHS = ("/healthz", "/readyz")
 # A stream that is under way when the router is stopped may go on for so long.
-_SHUTDOWN_SECONDS = 30.0
+SHUTDOWN_SECONDS = 30.0
+BACKLOG = 4096
+_GATE = web.AppKey("gate", Gate)
 
 
-def make_app(sources: Sources, settings: Settings) -> web.Application:
+def make_app(sources: Sources, settings: Settings, shared: Shared | None = None) -> web.Application:
     """Return the router as an aiohttp application.
 
     Args:
         sources: where the engines come from.
         settings: everything else.
+        shared: the state that all workers share; this process's own if left out.
     """
     app = web.Application(
         client_max_size=settings.limits.body_bytes, middlewares=[_answer_errors, _check_key(settings.api_keys)]
@@ -68,8 +71,9 @@ def make_app(sources: Sources, settings: Settings) -> web.Application:
         decode=Pool("decode", in_flight=limits.in_flight, queued=limits.queued),
         metrics=RouterMetrics(),
         journal=Journal(settings.journal),
-        rate=RateLimit(limits.requests_per_second),
+        shared=shared or Own(settings),
     )
+    app[_GATE] = Gate(limits.connections, settings.deadlines.head)
     app.cleanup_ctx.append(_running)
     app.router.add_post("/v1/completions", _complete)
     app.router.add_post("/v1/chat/completions", _complete)
@@ -91,9 +95,9 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
         engines = Engines(session, router.prefill, router.decode, router.settings, router.metrics)
         releases = Releases(engines)
         router.engines = engines
-        router.conversations = Conversations(router.settings, releases.release)
         router.serving = _mode(router, releases)
-        watching = [asyncio.create_task(Watch(engines).run()), asyncio.create_task(router.follow_sources())]
+        watching = [asyncio.create_task(work) for work in (Watch(engines).run(), follow(router), app[_GATE].watch())]
+        router.ready.set()
         yield
         for task in watching:
             task.cancel()
@@ -108,7 +112,7 @@ def _mode(router: Router, releases: Releases) -> Mode:
     pull = PullMode(engines, releases)
     identities = Identities(engines, releases)
     push = PushMode(engines, releases, identities)
-    bidirectional = BidirectionalMode(engines, releases, pull, router.conversations)
+    bidirectional = BidirectionalMode(engines, releases, pull, router.shared)
     modes: dict[str, Mode] = {
         "pull": pull,
         "push": push,
@@ -121,7 +125,7 @@ def _mode(router: Router, releases: Releases) -> Mode:
 async def _complete(request: web.Request) -> web.StreamResponse:
     router = request.app[STATE]
     started = time.perf_counter()
-    router.rate.admit(request.headers.get("Authorization") or request.remote or "")
+    await router.shared.admit(request.headers.get("Authorization") or request.remote or "")
     content = await _read_body(request, router.settings.deadlines.body)
     exchange = Exchange(request, bodies.parse(content), router.settings.mode)
     record = exchange.record
@@ -175,11 +179,15 @@ async def _readyz(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[STATE].exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+    return web.Response(
+        body=await request.app[STATE].exposition_of_all(), headers={"Content-Type": "text/plain; version=0.0.4"}
+    )
 
 
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    gate = request.app[_GATE]
+    gate.request_begins(request.protocol)
     try:
         return await handler(request)
     except RouterError as error:
@@ -195,6 +203,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPException as error:
         message = f"{request.method} {request.path}: {error.reason}"
         return error_response(RouterError(error.status, "invalid_request_error", message))
+    finally:
+        gate.request_ends(request.protocol)
 
 
 def _check_key(api_keys: Sequence[str]) -> Middleware:
@@ -212,6 +222,49 @@ def _check_key(api_keys: Sequence[str]) -> Middleware:
     return check
 
 
+def listen(host: str, port: int, *, workers: int = 1) -> list[socket.socket]:
+    """Return a listening socket for each worker, all of one address.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The first one is bound alone, for with SO_REUSEPORT another router at this port would go unnoticed.
+    socket.create_server((host, port), family=family).close()
+    return [
+        socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=workers > 1)
+        for _ in range(workers)
+    ]
+
+
+async def run_app(
+    app: web.Application, listener: socket.socket, *, tls: ssl.SSLContext | None = None, stop: asyncio.Event
+) -> None:
+    """Serve ``app`` on ``listener`` until ``stop`` is set; streams that are under way then may end."""
+    # A client that leaves cancels its handler, and with that the request to the engine.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
+    await runner.setup()
+    make = cast("web.Server", runner.server)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: app[_GATE].protocol(make), sock=listener, ssl=tls, backlog=BACKLOG
+    )
+    try:
+        await stop.wait()
+    finally:
+        server.close()
+        make.pre_shutdown()
+        await make.shutdown(SHUTDOWN_SECONDS)
+        await runner.cleanup()
+
+
+def stopped_by_signal() -> asyncio.Event:
+    """Return an event that SIGINT or SIGTERM sets."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
 def serve(
     app: web.Application, host: str, port: int, *, admin_port: int | None = None, tls: ssl.SSLContext | None = None
 ) -> None:
@@ -222,24 +275,9 @@ def serve(
     """
     import uvloop  # noqa: PLC0415
 
-    uvloop.run(_serve(app, host, port, admin_port, tls))
+    async def run() -> None:
+        (listener,) = listen(host, port)
+        async with serve_admin(app[STATE], admin_port):
+            await run_app(app, listener, tls=tls, stop=stopped_by_signal())
 
-
-async def _serve(
-    app: web.Application, host: str, port: int, admin_port: int | None, tls: ssl.SSLContext | None
-) -> None:
-    # A client that leaves cancels its handler, and with that the request to the engine.
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(runner.cleanup)
-        await runner.setup()
-        await web.TCPSite(runner, host, port, ssl_context=tls, backlog=4096).start()
-        if admin_port is not None:
-            admin = web.AppRunner(make_admin_app(app[STATE]), access_log=None)
-            stack.push_async_callback(admin.cleanup)
-            await admin.setup()
-            await web.TCPSite(admin, "127.0.0.1", admin_port).start()
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await stop.wait()
+    uvloop.run(run())

@@ -1,7 +1,8 @@
 """The conversations whose last turn's KV a decode engine keeps, and the handle to each.
 
 A handle is good for one read, so it is popped when it is used. The map is bounded in entries and bytes; what falls out
-of it is given back to the engine, which would keep the blocks for minutes otherwise.
+of it is given back to the engine, which would keep the blocks for minutes otherwise. Handles are kept as bytes and
+engines by name, for the map may live in another process than the one that serves the request.
 """
 
 from __future__ import annotations
@@ -16,11 +17,7 @@ import msgspec
 from kvops.router import bodies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvops.router.exchange import Exchange
-    from kvops.router.handles import Handle
-    from kvops.router.pool import Endpoint
     from kvops.router.settings import Settings
 
 _BODY_FIELD = "conversation_id"
@@ -30,33 +27,56 @@ _LONGEST_ID = 256
 _ENTRY_BYTES = 512
 
 
+class Held(msgspec.Struct, frozen=True):
+    """A decode engine and the blocks that it keeps.
+
+    Attributes:
+        handle: JSON of the handle, None where the answer brought none.
+        holder: name of the engine.
+        started_at: when the engine's process started, None where it does not say.
+        has_digests: whether the handle tells for which tokens it stands.
+        ttl_seconds: how long the engine keeps the blocks, None where it does not say.
+    """
+
+    handle: bytes | None
+    holder: str
+    started_at: float | None = None
+    has_digests: bool = False
+    ttl_seconds: float | None = None
+
+
+class Unused(msgspec.Struct, frozen=True):
+    """Blocks that nobody will read, and why: no_digests, replaced or evicted."""
+
+    held: Held
+    reason: str
+
+
 class Turn(msgspec.Struct, frozen=True):
     """What is known as a turn begins.
 
     Attributes:
         number: 1 for the conversation's first.
         outcome: hit, or one of the catalogue's ``HANDLE_MISSES``.
-        handle: D's handle of the turn before, there with a hit only.
-        holder: the D that served the turn before.
+        held: what the turn before left, its handle there with a hit only.
+        unused: blocks to be given back.
     """
 
     number: int
     outcome: str
-    handle: Handle | None = None
-    holder: Endpoint | None = None
+    held: Held | None = None
+    unused: list[Unused] = []
 
 
 class _Entry(msgspec.Struct):
     turn: int
     why_not: str
-    handle: Handle | None
-    holder: Endpoint
-    generation: int
+    held: Held
     expires_at: float
 
     @property
     def size_bytes(self) -> int:
-        return _ENTRY_BYTES + (self.handle.size_bytes if self.handle else 0)
+        return _ENTRY_BYTES + len(self.held.handle or b"")
 
 
 class Conversations:
@@ -66,16 +86,10 @@ class Conversations:
         bytes: what the entries take, about.
     """
 
-    def __init__(self, settings: Settings, give_back: Callable[[Handle, Endpoint, str], None]) -> None:
-        """Start empty.
-
-        Args:
-            settings: TTL, margin and bounds.
-            give_back: called with a handle that will not be used, its holder and the reason.
-        """
+    def __init__(self, settings: Settings) -> None:
+        """Start empty, with the TTL, margin and bounds of ``settings``."""
         self.bytes = 0
         self._settings = settings
-        self._give_back = give_back
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
@@ -88,43 +102,31 @@ class Conversations:
         entry = self._entries.get(key)
         if entry is None:
             return Turn(1, "first_turn")
-        outcome = self._outcome(entry)
-        handle = entry.handle
+        outcome, held = self._outcome(entry), entry.held
         self.bytes -= entry.size_bytes
-        entry.handle, entry.why_not = None, "used"
+        entry.held, entry.why_not = msgspec.structs.replace(held, handle=None), "used"
         self.bytes += entry.size_bytes
-        if outcome != "hit":
-            if handle is not None and outcome == "no_digests":
-                self._give_back(handle, entry.holder, "no_digests")
-            return Turn(entry.turn + 1, outcome, None, entry.holder)
-        return Turn(entry.turn + 1, "hit", handle, entry.holder)
+        unused = [Unused(held, "no_digests")] if outcome == "no_digests" else []
+        return Turn(entry.turn + 1, outcome, held if outcome == "hit" else entry.held, unused)
 
-    def keep(self, key: str, turn: int, handle: Handle | None, holder: Endpoint) -> None:
-        """Remember the turn that has ended well, and its handle if it brought one."""
-        self._remove(key, "replaced")
-        ttl = (handle.ttl_seconds if handle else None) or self._settings.decoder_ttl_seconds
-        entry = _Entry(
-            turn=turn,
-            why_not="no_handle",
-            handle=handle,
-            holder=holder,
-            generation=holder.generation,
-            expires_at=time.monotonic() + ttl,
-        )
+    def keep(self, key: str, turn: int, held: Held) -> list[Unused]:
+        """Remember the turn that has ended well and what it left; return what this pushes out."""
+        unused = self._remove(key, "replaced")
+        ttl = held.ttl_seconds or self._settings.decoder_ttl_seconds
+        entry = _Entry(turn, "no_handle", held, time.monotonic() + ttl)
         self._entries[key] = entry
         self.bytes += entry.size_bytes
         limits = self._settings.limits
         while len(self._entries) > limits.conversations or self.bytes > limits.conversation_bytes:
-            self._remove(next(iter(self._entries)), "evicted")
+            unused += self._remove(next(iter(self._entries)), "evicted")
+        return unused
 
     def _outcome(self, entry: _Entry) -> str:
-        if entry.handle is None:
+        if entry.held.handle is None:
             return entry.why_not
-        if entry.generation != entry.holder.generation:
-            return "restarted"
         if entry.expires_at - time.monotonic() <= self._settings.ttl_margin_seconds:
             return "late"
-        return "hit" if entry.handle.has_digests else "no_digests"
+        return "hit" if entry.held.has_digests else "no_digests"
 
     def _drop_expired(self) -> None:
         # Entries stand in the order of their last turn, which with one TTL is that of their end.
@@ -133,13 +135,12 @@ class Conversations:
             _, entry = self._entries.popitem(last=False)
             self.bytes -= entry.size_bytes
 
-    def _remove(self, key: str, reason: str) -> None:
+    def _remove(self, key: str, reason: str) -> list[Unused]:
         entry = self._entries.pop(key, None)
         if entry is None:
-            return
+            return []
         self.bytes -= entry.size_bytes
-        if entry.handle is not None and entry.generation == entry.holder.generation:
-            self._give_back(entry.handle, entry.holder, reason)
+        return [Unused(entry.held, reason)] if entry.held.handle is not None else []
 
 
 def key_of(exchange: Exchange) -> str | None:

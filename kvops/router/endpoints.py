@@ -50,6 +50,11 @@ class Sources:
                 raise EndpointError(f"there is no {role} engine")
             _check(self._specs[role])
 
+    @property
+    def specs(self) -> dict[Role, list[str]]:
+        """Return the engines of each role as they are written."""
+        return self._specs
+
     def add(self, role: Role, spec: str) -> None:
         """Add an engine until the file is read again.
 

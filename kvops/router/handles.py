@@ -77,10 +77,9 @@ class Handle:
         self.params = params
         self.fields = fields
 
-    @property
-    def size_bytes(self) -> int:
-        """Return about what it takes to keep."""
-        return sum(len(memoryview(value)) for value in self.params.values()) + 64 * len(self.params)
+    def encoded(self) -> bytes:
+        """Return its JSON, from which ``read`` makes it again."""
+        return _encode(self.params)
 
     @property
     def identity(self) -> Identity:

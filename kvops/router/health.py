@@ -32,7 +32,6 @@ class Watch:
     def __init__(self, engines: Engines) -> None:
         """Keep what is to be watched."""
         self._engines = engines
-        self._started_at: dict[str, float] = {}
 
     async def run(self) -> None:
         """Probe for ever; one slow engine does not delay the probes of the others."""
@@ -81,8 +80,7 @@ class Watch:
                 self._compare_start(endpoint, float(value))
 
     def _compare_start(self, endpoint: Endpoint, started_at: float) -> None:
-        known = self._started_at.get(endpoint.name)
-        self._started_at[endpoint.name] = started_at
+        known, endpoint.started_at = endpoint.started_at, started_at
         if known is not None and known != started_at:
             log.warning("%s engine %s has restarted", endpoint.role, endpoint.name)
             endpoint.restarted()

@@ -76,8 +76,9 @@ class Identities:
             log.warning("prefill engine %s has restarted", prefill.name)
             prefill.restarted()
         prefill.identity = handle.identity
-        # vLLM before 0.32 does not say; its pull connector is the default one.
-        prefill.transfer_mode = handle.fields.transfer_mode or "pull"
+        # vLLM before 0.32 does not say: then the router's own mode is all there is to go by, and pull vLLM's default.
+        assumed = "push" if self._engines.settings.mode == "push" else "pull"
+        prefill.transfer_mode = handle.fields.transfer_mode or assumed
 
     async def _ask(self, prefill: Endpoint, attempt: Attempt) -> Handle:
         body: dict[str, Any] = {"model": await self._model(prefill, attempt), "prompt": [1]}

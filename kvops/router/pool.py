@@ -37,7 +37,8 @@ class Endpoint:
         draining: gets no new requests, finishes those it has.
         waiting: requests in the engine's own queue at the last look.
         kv_usage: used part of its KV cache at the last look.
-        generation: counts the engine's starts; what was learned of an earlier one does not hold.
+        started_at: when its process started, as it says itself in Unix seconds; None until it has.
+        generation: counts the starts seen; what was learned of an earlier one does not hold.
         identity: its NIXL side, once it is known.
         transfer_mode: push or pull, once it is known.
         bidirectional: whether it reads KV back, None where it does not say.
@@ -54,6 +55,7 @@ class Endpoint:
         self.draining = False
         self.waiting = 0
         self.kv_usage = 0.0
+        self.started_at: float | None = None
         self.generation = 0
         self.identity: Identity | None = None
         self.transfer_mode: str | None = None

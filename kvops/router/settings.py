@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path  # noqa: TC003 - msgspec reads the annotation in a worker
+from typing import Literal
 
 ModeName = Literal["pull", "push", "bidirectional", "auto"]
 MODES: tuple[ModeName, ...] = ("pull", "push", "bidirectional", "auto")
@@ -24,6 +22,7 @@ class Deadlines:
         first_token: from sending D's request to the first event of its stream.
         idle: between two chunks of a stream.
         answer: for D's whole answer to a request that does not stream; nothing tells how far such an answer is.
+        head: for the head of a client's request, from its first byte on.
         body: for the client's body to arrive.
         queue: for a free place on an engine.
     """
@@ -34,6 +33,7 @@ class Deadlines:
     first_token: float = 300.0
     idle: float = 120.0
     answer: float = 1800.0
+    head: float = 10.0
     body: float = 60.0
     queue: float = 30.0
 
@@ -43,6 +43,7 @@ class Limits:
     """What one client, and all of them together, may take.
 
     Attributes:
+        connections: of clients, at once; the next one is answered with 503.
         in_flight: requests at work on one engine at a time; the next ones wait.
         queued: requests that wait for an engine; the next one is answered with 429.
         body_bytes: size of a request. A prompt of 128k tokens is under 1 MiB of text; images in a chat take more.
@@ -51,6 +52,7 @@ class Limits:
         conversation_bytes: memory for all kept handles.
     """
 
+    connections: int = 16_384
     in_flight: int = 512
     queued: int = 1024
     body_bytes: int = 64 * 1024 * 1024

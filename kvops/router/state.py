@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
+import msgspec
 from aiohttp import web
 
 from kvops.router.endpoints import EndpointError
 
 if TYPE_CHECKING:
-    from kvops.router.conversations import Conversations
+    from collections.abc import Awaitable, Callable
+
     from kvops.router.endpoints import Sources
     from kvops.router.engines import Engines
     from kvops.router.journal import Journal, Record
-    from kvops.router.limits import RateLimit
     from kvops.router.metrics import RouterMetrics
-    from kvops.router.pool import Pool
+    from kvops.router.pool import Endpoint, Pool, Role
     from kvops.router.serving import Mode
     from kvops.router.settings import Settings
+    from kvops.router.shared import Shared
 
 
 log = logging.getLogger(__name__)
@@ -28,18 +30,32 @@ log = logging.getLogger(__name__)
 _FOLLOW_SECONDS = 5.0
 
 
+class EndpointView(msgspec.Struct):
+    """An engine as the admin API shows it."""
+
+    name: str
+    role: Literal["prefill", "decode"]
+    state: str
+    in_flight: int
+    waiting: int
+    kv_usage: float
+    generation: int
+    transfer_mode: str | None
+    engine_id: str | None
+
+
 class Router:
     """One router.
 
     Attributes:
-        engines: the client to the engines; there once the server runs, like the two after it.
+        ready: set once the engines are known.
+        engines: the client to the engines; there once the server runs, like the mode.
         serving: the mode.
-        conversations: the handles that are kept.
+        exposition_of_all: returns the metrics of all workers; those of this process where it is the only one.
     """
 
     engines: Engines
     serving: Mode
-    conversations: Conversations
 
     def __init__(
         self,
@@ -50,7 +66,7 @@ class Router:
         decode: Pool,
         metrics: RouterMetrics,
         journal: Journal,
-        rate: RateLimit,
+        shared: Shared,
     ) -> None:
         """Keep the parts."""
         self.settings = settings
@@ -59,7 +75,9 @@ class Router:
         self.decode = decode
         self.metrics = metrics
         self.journal = journal
-        self.rate = rate
+        self.shared = shared
+        self.exposition_of_all: Callable[[], Awaitable[bytes]] = self.exposition
+        self.ready = asyncio.Event()
         self._dropped_seen = 0
 
     async def refresh(self) -> None:
@@ -73,18 +91,17 @@ class Router:
             for gone in pool.set_endpoints(endpoints):
                 self.metrics.forget(pool.role, gone.name)
 
-    async def follow_sources(self) -> None:
-        """Follow changes of the endpoints file and of DNS, for ever; what is wrong changes nothing."""
-        while True:
-            await asyncio.sleep(_FOLLOW_SECONDS)
-            try:
-                if self.sources.file_changed():
-                    self.sources.reload()
-                elif not self.sources.names_dns():
-                    continue
-                await self.refresh()
-            except (EndpointError, OSError) as error:
-                log.warning("the engines stay as they were: %s", error)
+    async def views(self) -> list[EndpointView]:
+        """Return the engines as the admin API shows them."""
+        return [_view(endpoint) for pool in (self.prefill, self.decode) for endpoint in pool.endpoints]
+
+    async def drain(self, role: Role, name: str, *, draining: bool) -> EndpointView | None:
+        """Send an engine no new requests, or requests again; return it, None where there is none of that name."""
+        endpoint = (self.prefill if role == "prefill" else self.decode).find(name)
+        if endpoint is None:
+            return None
+        endpoint.draining = draining
+        return _view(endpoint)
 
     def finish(self, record: Record, seconds: float) -> None:
         """Count a request that has ended and write its line."""
@@ -95,7 +112,7 @@ class Router:
             self.metrics.observe("kvops_router_first_byte_seconds", record.first_byte_at - record.ts, record.mode)
         self.journal.write(record)
 
-    def exposition(self) -> bytes:
+    async def exposition(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         metrics = self.metrics
         for pool in (self.prefill, self.decode):
@@ -103,12 +120,50 @@ class Router:
             for endpoint in pool.endpoints:
                 metrics.set("kvops_router_in_flight", endpoint.in_flight, pool.role, endpoint.name)
                 metrics.set("kvops_router_endpoint_up", endpoint.takes_requests(), pool.role, endpoint.name)
-        metrics.set("kvops_router_conversations", len(self.conversations))
-        metrics.set("kvops_router_conversation_bytes", self.conversations.bytes)
+        conversations, size_bytes = self.shared.size()
+        metrics.set("kvops_router_conversations", conversations)
+        metrics.set("kvops_router_conversation_bytes", size_bytes)
         dropped = self.journal.dropped
         metrics.count("kvops_router_journal_dropped_total", amount=dropped - self._dropped_seen)
         self._dropped_seen = dropped
         return metrics.text()
+
+
+class Follower(Protocol):
+    """What has engines that may change."""
+
+    sources: Sources
+
+    async def refresh(self) -> None:
+        """Bring the engines to what the sources say."""
+
+
+async def follow(follower: Follower) -> None:
+    """Follow changes of the endpoints file and of DNS, for ever; what is wrong changes nothing."""
+    while True:
+        await asyncio.sleep(_FOLLOW_SECONDS)
+        try:
+            if follower.sources.file_changed():
+                follower.sources.reload()
+            elif not follower.sources.names_dns():
+                continue
+            await follower.refresh()
+        except (EndpointError, OSError) as error:
+            log.warning("the engines stay as they were: %s", error)
+
+
+def _view(endpoint: Endpoint) -> EndpointView:
+    return EndpointView(
+        name=endpoint.name,
+        role=endpoint.role,
+        state=endpoint.state,
+        in_flight=endpoint.in_flight,
+        waiting=endpoint.waiting,
+        kv_usage=endpoint.kv_usage,
+        generation=endpoint.generation,
+        transfer_mode=endpoint.transfer_mode,
+        engine_id=endpoint.identity.engine_id if endpoint.identity else None,
+    )
 
 
 STATE = web.AppKey("state", Router)

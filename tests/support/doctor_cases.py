@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 FAIL, WARN, PASS, SKIP, UNKNOWN = State.FAIL, State.WARN, State.PASS, State.SKIP, State.UNKNOWN
 BY_ID = {check.id: check for check in CHECKS}
+NIXLBENCH = (
+    "nixlbench --etcd_endpoints http://etcd:2379 --backend LIBFABRIC --initiator_seg_type VRAM "
+    "--target_seg_type VRAM --op_type READ"
+)
 UCX_MAPS = "7f0000-7f0001 r-xp 00000000 103:01 12 /x/libplugin_UCX.so\n"
 SRD = "\n".join(
     f"#\n# Memory domain: rdmap{bus}s0\n#     Component: ib\n#             register: unlimited, dmabuf\n"
@@ -136,6 +140,24 @@ def with_host_buffer() -> Scene:
     return Scene(host)
 
 
+def benchmarked() -> Scene:
+    """A host whose capture holds what nixlbench printed beside it."""
+    scene = Scene(p5en())
+    add_nixlbench(scene.host, 71.4)
+    return scene
+
+
+def add_nixlbench(host: Fixture, gb_per_second: float) -> None:
+    """Three or more ranks, so that nixlbench prints its percentage of 50 GB/s a pair."""
+    titles = ("Block Size (B)", "Batch Size", "B/W (GB/Sec)", "Aggregate B/W (GB/Sec)", "Network Util (%)")
+    rows = ((4096, 1, 0.2), (67_108_864, 1, gb_per_second))
+    lines = ["".join(f"{title:<25}" for title in (*titles, "Avg Lat. (us)"))]
+    for block, batch, speed in rows:
+        cells = (block, batch, f"{speed:.6f}", f"{4 * speed:.6f}", f"{speed / 50 * 100:.6f}", "741.2")
+        lines.append("".join(f"{cell:<25}" for cell in cells))
+    host.command(NIXLBENCH, "\n".join(lines) + "\n")
+
+
 def cluster() -> Scene:
     """A node and an engine pod as kubectl shows them, seen from inside the pod."""
     host = p5en()
@@ -230,6 +252,7 @@ SCENES: dict[str, Callable[[], Scene]] = {
     "NX-11": with_ucx,
     "NX-12": with_ucx,
     "NX-13": with_ucx_on_p5,
+    "NX-23": benchmarked,
     "NX-17": across_hosts,
     "NX-18": across_hosts,
     "NX-19": across_hosts,

@@ -46,6 +46,7 @@ class FakeEngine:
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/metrics/", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
@@ -148,13 +149,14 @@ async def _run(options: argparse.Namespace) -> None:
     engine = FakeEngine(options.role, wrong_answer=options.wrong_answer, ignore_handles=options.ignore_handles)
     runner = web.AppRunner(engine.app(), handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", options.port).start()
+    await web.TCPSite(runner, options.host, options.port).start()
     print("Application startup complete.", flush=True)
     await asyncio.Event().wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--role", required=True)
     parser.add_argument("--start-seconds", type=float, default=0)

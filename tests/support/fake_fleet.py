@@ -89,14 +89,17 @@ class FakeFleet:
         )
 
 
-def fake_plan(*, prefill: list[str] | None = None, decode: list[str] | None = None, decodes: int = 1) -> Plan:
+def fake_plan(
+    *, prefill: list[str] | None = None, decode: list[str] | None = None, decodes: int = 1, observe: bool = False
+) -> Plan:
     """Return the plan of a demo fleet with scripted engines that get the extra arguments of their role."""
     extra = {"prefill": prefill or [], "decode": decode or []}
-    topology = load_topology(None, {"decode": {"replicas": decodes}}, "cpu-demo")
+    overrides = {"decode": {"replicas": decodes}, "observability": {"enabled": observe}}
+    topology = load_topology(None, overrides, "cpu-demo")
     plan = make_plan(topology, name=NAME, folder=RunDir(NAME).path)
     processes = tuple(
         process
-        if process.role == "router"
+        if process.role not in extra
         else msgspec.structs.replace(
             process,
             argv=(

@@ -6,10 +6,10 @@ import re
 from typing import TYPE_CHECKING
 
 from kvops.doctor import conditions, manifest
-from kvops.doctor.check import failed, in_group, passed, skipped, unknown, warned
+from kvops.doctor.check import State, failed, in_group, passed, skipped, unknown, warned
 from kvops.doctor.facts import UnavailableError
 from kvops.doctor.host import Gap, Output, Why
-from kvops.doctor.parsers import packages, proc
+from kvops.doctor.parsers import metrics, packages, proc
 from kvops.doctor.parsers.versions import at_least, dotted, version
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def device_count(facts: Facts) -> Finding:
     if found == expected:
         return passed(f"{found} EFA devices", evidence)
     message = f"{found} EFA devices, {facts.profile.name} takes {expected}"
-    if found < expected and not facts.profile.name.startswith("g"):
+    if found < expected and facts.profile.needs_every_efa:
         return failed(message, evidence)
     return warned(message, evidence)
 
@@ -197,7 +197,10 @@ def rdma_devices(facts: Facts) -> Finding:
     "EFA-07",
     "Every EFA has a verbs node that can be opened",
     evidence="/sys/class/infiniband_verbs/uverbs*/ibdev and ls -l /dev/infiniband",
-    rule="FAIL if a node is missing or not writable for everybody",
+    rule=(
+        "FAIL if a node is missing, or only root may write it and the engines are not root; WARN if a container was "
+        "given some of the nodes, or a group may write them. FAIL for some on Neuron, which needs them all"
+    ),
     fix=(
         "In a container: docker --device /dev/infiniband/uverbsN for each; Kubernetes: request vpc.amazonaws.com/efa. "
         "On the host: modprobe ib_uverbs"
@@ -219,17 +222,23 @@ def verbs_nodes(facts: Facts) -> Finding:
     if not efas:
         return unknown("no EFA among the RDMA devices")
     if missing:
-        node = nodes.get(missing[0], "uverbs?")
-        return failed(
-            f"{len(missing)} of {len(efas)} EFA devices have no node in /dev/infiniband",
-            f"{missing[0]}: /dev/infiniband/{node} does not exist",
-        )
+        evidence = f"{missing[0]}: /dev/infiniband/{nodes.get(missing[0], 'uverbs?')} does not exist"
+        if len(missing) < len(efas) and facts.in_container and not facts.neuron_pci:
+            return warned(f"this container was given {len(efas) - len(missing)} of {len(efas)} EFA devices", evidence)
+        return failed(f"{len(missing)} of {len(efas)} EFA devices have no node in /dev/infiniband", evidence)
+    return _writable(facts, [nodes[name] for name in sorted(efas)])
+
+
+def _writable(facts: Facts, nodes: list[str]) -> Finding:
+    """Return whether the engines' user, else our own, may write the verbs nodes."""
     listing = facts.host.run(manifest.LS_INFINIBAND)
     modes = proc.parse_modes(listing.stdout) if isinstance(listing, Output) else {}
-    closed = [nodes[name] for name in sorted(efas) if "w" not in modes.get(nodes[name], "crw-rw-rw-")[7:]]
-    if closed:
-        return failed(f"{len(closed)} EFA nodes are not writable for everybody", f"{modes[closed[0]]} {closed[0]}")
-    return passed(f"all {len(efas)} EFA devices have a verbs node")
+    closed = [node for node in nodes if "w" not in modes.get(node, "crw-rw-rw-")[7:]]
+    pids = [str(engine.pid) for engine in facts.engines if engine.pid is not None] or ["self"]
+    if not closed or all(proc.parse_effective_uid(facts.process_status(pid)) == 0 for pid in pids):
+        return passed(f"all {len(nodes)} EFA devices have a verbs node")
+    answer = warned if modes[closed[0]][5] == "w" else failed
+    return answer(f"{len(closed)} EFA nodes are not writable for everybody", f"{modes[closed[0]]} {closed[0]}")
 
 
 @check(
@@ -401,7 +410,10 @@ def port_trouble(facts: Facts) -> Finding:
     "EFA-14",
     "KV bytes are counted by EFA and not by the Ethernet device",
     evidence="rdma_read_bytes, rdma_write_bytes and send_bytes against /sys/class/net/*/statistics, two looks",
-    rule="FAIL if only the Ethernet counters grow by more than 64 MiB between two looks",
+    rule=(
+        "FAIL if vLLM counts KV bytes between two looks and Ethernet grew, not EFA; WARN if Ethernet alone grew by "
+        "more than 64 MiB, which a download does as well"
+    ),
     fix="The transfer runs over TCP: look at NX-05, NX-06 and NX-10",
     sources=("EC2-MON", "nixl#1656"),
     applies=(conditions.efa, conditions.engine),
@@ -415,10 +427,22 @@ def kv_is_rdma(facts: Facts) -> Finding:
     over_efa, over_tcp = (after - before for after, before in zip(now, _moved_bytes(facts.previous), strict=True))
     evidence = f"EFA +{over_efa} bytes, Ethernet +{over_tcp} bytes"
     if over_efa < over_tcp and over_tcp > 64 << 20:
-        return failed("traffic grows on Ethernet and not on EFA", evidence)
+        moved = _kv_bytes(facts) - _kv_bytes(facts.previous)
+        if over_efa < moved <= 2 * over_tcp:
+            return failed("KV moves over Ethernet and not over EFA", f"{evidence}, KV +{moved:.0f} bytes")
+        return warned("traffic grows on Ethernet and not on EFA: KV, or a download", evidence)
     if over_efa > over_tcp:
         return passed("traffic grows on EFA", evidence)
     return unknown("no transfer between the two looks", evidence)
+
+
+def _kv_bytes(facts: Facts) -> float:
+    """Return the bytes that the engines say NIXL has moved; 0 where no engine answers."""
+    try:
+        pages = [facts.metrics_page(engine) for engine in facts.kv_engines]
+    except UnavailableError:
+        return 0.0
+    return sum(metrics.total(page, "vllm:nixl_bytes_transferred_sum") for page in pages)
 
 
 def _moved_bytes(facts: Facts) -> tuple[int, int]:
@@ -472,6 +496,7 @@ def write_counters(facts: Facts) -> Finding:
 )
 def installer(facts: Facts) -> Finding:
     """The bundle is the one set of driver, rdma-core, libfabric and plugins that is tested together."""
+    facts.require_shared_files()
     text = facts.optional("/opt/amazon/efa_installed_packages")
     if text is None:
         return warned("no EFA installer bundle: the distribution's own packages", "efa_installed_packages is absent")
@@ -491,7 +516,7 @@ def installer(facts: Facts) -> Finding:
     "EFA-17",
     "libibverbs has an EFA provider of its own ABI",
     evidence="libibverbs/libefa-rdmav*.so in the library folders, dpkg-query or rpm for ibverbs-providers",
-    rule="FAIL if there is none, or its suffix differs from the installed libibverbs",
+    rule="FAIL if there is none, or its suffix differs from libibverbs, and fi_info finds no EFA either",
     fix="Install libibverbs and ibverbs-providers from one bundle, inside the image too",
     sources=("modelexpress#259",),
     applies=(conditions.efa,),
@@ -499,6 +524,20 @@ def installer(facts: Facts) -> Finding:
 )
 def verbs_provider(facts: Facts) -> Finding:
     """With the wrong provider no EFA exists in user space, and NIXL goes to TCP without a word."""
+    found = _compare_abi(facts)
+    if found.state is State.FAIL and _libfabric_opens_efa(facts):
+        return passed("libfabric opens EFA, so that its provider is somewhere else", "fi_info -p efa")
+    return found
+
+
+def _libfabric_opens_efa(facts: Facts) -> bool:
+    try:
+        return any(entry.provider.startswith("efa") for entry in facts.efa_endpoints)
+    except UnavailableError:
+        return False
+
+
+def _compare_abi(facts: Facts) -> Finding:
     if not facts.verbs_providers:
         return failed("libibverbs has no EFA provider", "no libefa-rdmav*.so in the libibverbs folders")
     suffixes = {int(re.findall(r"rdmav(\d+)", path)[0]) for path in facts.verbs_providers}
@@ -566,7 +605,10 @@ def module_build(facts: Facts) -> Finding:
     "EFA-20",
     "The number of EFA devices does not change between two looks",
     evidence="EFA-01 at two times",
-    rule="WARN if it grows: devices appear late after boot (seen on p5en)",
+    rule=(
+        "WARN if it grows: devices appear late after boot (seen on p5en). Within five minutes of boot a live look that "
+        "misses some is repeated, up to three times, five seconds apart"
+    ),
     fix="Start engines only when the count is stable: three looks, five seconds apart",
     sources=("A-AWS",),
     applies=(conditions.efa,),
@@ -575,7 +617,7 @@ def late_devices(facts: Facts) -> Finding:
     """An engine that starts too early after boot opens fewer rails than the machine has."""
     now = len(facts.efa_pci)
     if facts.previous is None:
-        return skipped("takes a second look (--watch)")
+        return skipped("takes a second look: --watch, or a machine that has just booted")
     before = len(facts.previous.efa_pci)
     if before != now:
         return warned(f"the number of EFA devices went from {before} to {now}")

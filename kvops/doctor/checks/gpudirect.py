@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvops.doctor import conditions, manifest
 from kvops.doctor.check import State, failed, in_group, passed, skipped, unknown, warned
+from kvops.doctor.engines import is_fabric_manager
 from kvops.doctor.facts import UnavailableError
 from kvops.doctor.host import Gap, Output
 from kvops.doctor.parsers import logs, nvidia
@@ -300,7 +301,7 @@ def gdrcopy(facts: Facts) -> Finding:
     "GDR-11",
     "As many GPUs as the instance type has",
     evidence="/proc/driver/nvidia/gpus, else nvidia-smi -L",
-    rule="FAIL if fewer",
+    rule="FAIL if fewer; PASS in a container that was given some of the GPUs on the bus",
     fix="Look for Xid in dmesg; replace the instance",
     sources=("A-AWS",),
     applies=(conditions.nvidia, conditions.known_type),
@@ -310,6 +311,8 @@ def gpu_count(facts: Facts) -> Finding:
     found = facts.host.listdir("/proc/driver/nvidia/gpus")
     gpus = len(facts.parsed(manifest.NVIDIA_GPUS, nvidia.parse_gpu_list) if isinstance(found, Gap) else found)
     expected = facts.profile.gpus if facts.profile else gpus
+    if 0 < gpus < expected == len(facts.gpu_pci) and facts.in_container:
+        return passed(f"note: this container was given {gpus} of {expected} GPUs")
     if gpus < expected:
         return failed(f"{gpus} of {expected} GPUs", f"{gpus} entries in /proc/driver/nvidia/gpus")
     return passed(f"{gpus} GPUs")
@@ -395,7 +398,10 @@ def _text_or_empty(read: Callable[[], str]) -> str:
     "GDR-15",
     "The fabric manager runs",
     evidence="systemctl is-active nvidia-fabricmanager",
-    rule="FAIL if it is not active on types with NVSwitch",
+    rule=(
+        "FAIL if it is not active on types with NVSwitch and no nv-fabricmanager runs; UNKNOWN in a container, which "
+        "does not see the host's services"
+    ),
     fix="Install and start nvidia-fabricmanager of the driver's own version",
     sources=(HOUSE_RULE,),
     applies=(conditions.nvidia, conditions.known_type),
@@ -404,11 +410,15 @@ def fabric_manager(facts: Facts) -> Finding:
     """CUDA does not initialise on NVSwitch machines without it."""
     if facts.profile is not None and not facts.profile.nvswitch:
         return skipped(f"{facts.profile.name} has no NVSwitch")
+    if any(map(is_fabric_manager, facts.processes.values())):
+        return passed("nv-fabricmanager runs")
     state = facts.output(manifest.FABRIC_MANAGER).stdout.strip()
     if not state:
         return unknown("systemctl printed nothing: no systemd here")
     if state == "active":
         return passed("nvidia-fabricmanager is active")
+    if facts.in_container:
+        return unknown("a container does not see the host's services", f"systemctl is-active: {state[:40]}")
     return failed(f"nvidia-fabricmanager is {state[:40]}", f"systemctl is-active: {state[:40]}")
 
 

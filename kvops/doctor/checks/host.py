@@ -18,6 +18,8 @@ check = in_group("host")
 
 GIB = 1 << 30
 HUGE_PAGE_BYTES_PER_ENDPOINT = 110_000_000
+# Double-bit ECC, page retirement, NVLink, off the bus, uncontained ECC, GSP: the GPU needs a reset or a replacement.
+HARDWARE_XIDS = "48|64|74|79|95|119|120|140"
 FORK_SAFE_VARIABLES = ("FI_EFA_FORK_SAFE", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
 
 
@@ -65,7 +67,7 @@ def dmabuf_kernel(facts: Facts) -> Finding:
     "HOST-03",
     "The server may lock as much memory as it wants",
     evidence="/proc/<pid>/limits of the engines, else /proc/self/limits: Max locked memory",
-    rule="FAIL below 16 GiB, WARN if finite",
+    rule="FAIL below 16 GiB, WARN if finite; PASS for a process with CAP_IPC_LOCK, which the limit does not bind",
     fix=(
         "/etc/security/limits.d: '* - memlock unlimited'; systemd: LimitMEMLOCK=infinity; "
         "docker: --ulimit memlock=-1:-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK"
@@ -78,7 +80,10 @@ def memlock(facts: Facts) -> Finding:
     """Registered memory is locked memory: with a limit the registration of the KV cache fails."""
     pids = [str(engine.pid) for engine in facts.engines if engine.pid is not None] or ["self"]
     limits = {pid: proc.parse_memlock_bytes(facts.text(f"/proc/{pid}/limits")) for pid in pids}
-    finite = {pid: size for pid, size in limits.items() if size != proc.UNLIMITED}
+    bound = [pid for pid in pids if not proc.may_lock_any_memory(facts.process_status(pid))]
+    if not bound and proc.UNLIMITED not in limits.values():
+        return passed("CAP_IPC_LOCK lifts the limit of locked memory", f"/proc/{pids[0]}/status: CapEff")
+    finite = {pid: limits[pid] for pid in bound if limits[pid] != proc.UNLIMITED}
     if not finite:
         return passed("locked memory is unlimited", f"/proc/{pids[0]}/limits")
     pid, size = min(finite.items(), key=lambda item: item[1])
@@ -300,16 +305,23 @@ def page_size(facts: Facts) -> Finding:
     "HOST-14",
     "The kernel log has no complaints of the drivers",
     evidence="dmesg",
-    rule="FAIL for efa commands that fail (ALLOC_PD, REG_MR, CREATE_QP) and NVRM Xid; DEREG_MR -22 is harmless",
+    rule=(
+        "FAIL for efa commands that fail (ALLOC_PD, REG_MR, CREATE_QP) and an NVRM Xid of broken hardware; WARN for "
+        "another Xid, which a program alone can cause; DEREG_MR -22 is harmless"
+    ),
     fix="Reload or upgrade the efa driver; reboot; replace the instance",
-    sources=("aws-ofi-nccl#22", "NEU-TS"),
+    sources=("aws-ofi-nccl#22", "NEU-TS", "NV-XID"),
     applies=(conditions.efa,),
 )
 def kernel_log(facts: Facts) -> Finding:
     """The device says no in the kernel log, whatever the program then prints."""
-    lines = logs.matching(facts.kernel_log, r"Failed to process command (?:ALLOC_PD|REG_MR|CREATE_QP)|NVRM: Xid")
+    faults = rf"Failed to process command (?:ALLOC_PD|REG_MR|CREATE_QP)|NVRM: Xid \(.*?\): (?:{HARDWARE_XIDS}),"
+    lines = logs.matching(facts.kernel_log, faults)
     if lines:
         return failed(f"the kernel log has {len(lines)} complaints of the drivers", lines[-1][:160])
+    lines = logs.matching(facts.kernel_log, r"NVRM: Xid")
+    if lines:
+        return warned(f"the kernel log has {len(lines)} Xid that a program may have caused", lines[-1][:160])
     if logs.matching(facts.kernel_log, r"Failed to process command DEREG_MR .* err -22"):
         return passed("only DEREG_MR err -22, harmless after a Neuron process has ended")
     return passed("no complaints in the kernel log")

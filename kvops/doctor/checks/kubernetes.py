@@ -24,6 +24,7 @@ check = in_group("kubernetes")
 EFA_RESOURCE = "vpc.amazonaws.com/efa"
 NEURON_RESOURCE = "aws.amazon.com/neuron"
 GPU_RESOURCE = "nvidia.com/gpu"
+POD_ADDRESSES = ("status.podIP", "status.hostIP")
 HUGE_PAGES = "hugepages-2Mi"
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "k": 1000, "M": 10**6, "G": 10**9}
 
@@ -50,12 +51,14 @@ def _name(thing: Object) -> str:
 
 
 def _engine_pods(facts: Facts) -> list[Object]:
-    """Return the pods that run vLLM, by the command lines of their containers.
+    """Return the pods that run vLLM on devices, or with a KV transfer configuration; not routers and clients of it.
 
     Raises:
         UnavailableError: there is none.
     """
-    pods = [pod for pod in facts.kubectl(manifest.KUBECTL_PODS) if any(map(_runs_vllm, _containers(pod)))]
+    running = [pod for pod in facts.kubectl(manifest.KUBECTL_PODS) if any(map(_runs_vllm, _containers(pod)))]
+    devices = (EFA_RESOURCE, GPU_RESOURCE, NEURON_RESOURCE)
+    pods = [pod for pod in running if _moves_kv(pod) or any(_limit(pod, name) for name in devices)]
     if not pods:
         raise UnavailableError("kubectl get pods: no pod runs vLLM")
     return pods
@@ -68,6 +71,11 @@ def _containers(pod: Object) -> list[Object]:
 def _runs_vllm(container: Object) -> bool:
     text = " ".join(str(container.get(part, "")) for part in ("image", "command", "args"))
     return "vllm" in text or "--kv-transfer-config" in text
+
+
+def _moves_kv(pod: Object) -> bool:
+    """Tell whether a pod is prefill or decode: it takes EFAs, or its command line says so."""
+    return _limit(pod, EFA_RESOURCE) > 0 or "--kv-transfer-config" in str(_containers(pod))
 
 
 def _limit(pod: Object, resource: str) -> int:
@@ -90,7 +98,7 @@ def _node_of(facts: Facts, pod: Object) -> Instance | None:
     "K8S-01",
     "EFA nodes offer their EFAs",
     evidence=f"kubectl get nodes: status.allocatable[{EFA_RESOURCE}]",
-    rule="FAIL if a node of an EFA type offers none, WARN if fewer than the type takes",
+    rule="FAIL if a P or Trn node offers none, WARN if a node of an EFA type offers fewer than it takes",
     fix="Run the EFA device plugin on it, and launch the node group with EFA interfaces",
     sources=("A-EKSEFA", "nvcf#1349"),
     applies=(conditions.kubernetes,),
@@ -105,7 +113,7 @@ def node_offers(facts: Facts) -> Finding:
     for node, profile in nodes:
         count = _quantity(dig(node, "status", "allocatable", EFA_RESOURCE))
         evidence = f"{_name(node)} ({profile.name}): {EFA_RESOURCE}: {count}"
-        if not count:
+        if not count and profile.needs_every_efa:
             findings.append(failed(f"node {_name(node)} offers no EFA", evidence))
         elif count < profile.efas:
             findings.append(warned(f"node {_name(node)} offers {count} of {profile.efas} EFAs", evidence))
@@ -186,9 +194,9 @@ def _device_classes(facts: Facts) -> list[str]:
 )
 def device_plugin(facts: Facts) -> Finding:
     """Its list of instance types is part of the chart: new types need a new chart."""
-    wanted = sum(profile.efas > 0 for _, profile in _nodes(facts))
+    wanted = sum(profile.efas > 0 and profile.needs_every_efa for _, profile in _nodes(facts))
     if not wanted:
-        return skipped("no node of an EFA type")
+        return skipped("no P or Trn node with EFA")
     plugins = _device_plugins(facts)
     if not plugins:
         classes = _device_classes(facts)
@@ -228,7 +236,7 @@ def host_path(facts: Facts) -> Finding:
     "K8S-06",
     "The container may lock memory",
     evidence="/proc/1/limits in the pod: Max locked memory",
-    rule="FAIL below 16 GiB",
+    rule="FAIL below 16 GiB without the capability IPC_LOCK",
     fix="LimitMEMLOCK=infinity for the container runtime, and the capability IPC_LOCK for the pod",
     sources=("awsome#647",),
     applies=(in_pod, conditions.rdma),
@@ -237,7 +245,8 @@ def memlock(facts: Facts) -> Finding:
     """The limit comes from the container runtime's own service."""
     size = proc.parse_memlock_bytes(facts.text("/proc/1/limits"))
     evidence = f"/proc/1/limits: Max locked memory {'unlimited' if size == proc.UNLIMITED else size}"
-    if size != proc.UNLIMITED and size < 16 << 30:
+    lifted = proc.may_lock_any_memory(facts.process_status("1"))
+    if size != proc.UNLIMITED and size < 16 << 30 and not lifted:
         return failed(f"the container may lock {size} bytes only", evidence)
     return passed("the container may lock memory", evidence)
 
@@ -265,7 +274,7 @@ def shared_memory(facts: Facts) -> Finding:
     "K8S-08",
     "Engine pods are in one zone",
     evidence="kubectl get nodes: label topology.kubernetes.io/zone of the nodes that engine pods run on",
-    rule="FAIL if they differ",
+    rule="FAIL if those of one namespace differ",
     fix="A node affinity or topology constraint on topology.kubernetes.io/zone",
     sources=("EC2-CREATE",),
     applies=(conditions.kubernetes,),
@@ -273,10 +282,19 @@ def shared_memory(facts: Facts) -> Finding:
 def one_zone(facts: Facts) -> Finding:
     """EFA's packets do not leave a subnet, and a subnet is in one zone."""
     zones = {_name(node): dig(node, "metadata", "labels", "topology.kubernetes.io/zone") for node in _all_nodes(facts)}
-    used = {str(zones[name]) for pod in _engine_pods(facts) if zones.get(name := str(dig(pod, "spec", "nodeName")))}
-    if len(used) > 1:
-        return failed("engine pods are in different zones", ", ".join(sorted(used)))
-    return passed(f"engine pods are in zone {min(used)}") if used else unknown("no node names its zone")
+    used: dict[str, set[str]] = {}
+    for pod in filter(_moves_kv, _engine_pods(facts)):
+        zone = zones.get(str(dig(pod, "spec", "nodeName")))
+        if zone:
+            used.setdefault(str(dig(pod, "metadata", "namespace")), set()).add(str(zone))
+    for namespace, found in used.items():
+        if len(found) > 1:
+            return failed("engine pods are in different zones", f"{namespace}: {', '.join(sorted(found))}")
+    return (
+        passed(f"engine pods are in zone {', '.join(sorted(set().union(*used.values())))}")
+        if used
+        else unknown("no node names its zone")
+    )
 
 
 @check(
@@ -290,10 +308,16 @@ def one_zone(facts: Facts) -> Finding:
 )
 def pod_address(facts: Facts) -> Finding:
     """A fixed address is wrong as soon as the pod is scheduled anew."""
-    for pod in _engine_pods(facts):
+    for pod in filter(_moves_kv, _engine_pods(facts)):
         variables = [v for container in _containers(pod) for v in rows(container, "env")]
         own = [v for v in variables if v.get("name") == "VLLM_NIXL_SIDE_CHANNEL_HOST"]
-        if not any(dig(v, "valueFrom", "fieldRef", "fieldPath") in ("status.podIP", "status.hostIP") for v in own):
+        from_pod = [v for v in variables if str(dig(v, "valueFrom", "fieldRef", "fieldPath")) in POD_ADDRESSES]
+        references = [f"$({v.get('name')})" for v in from_pod]
+        if not any(v in from_pod or v.get("value") in references for v in own):
+            if any(
+                "VLLM_NIXL_SIDE_CHANNEL_HOST" in str(c.get(p)) for c in _containers(pod) for p in ("command", "args")
+            ):
+                return unknown(f"the command of pod {_name(pod)} sets its own address")
             shown = "a fixed value" if own else "not set"
             return failed(f"pod {_name(pod)} does not tell its own address", f"VLLM_NIXL_SIDE_CHANNEL_HOST: {shown}")
     return passed("engine pods tell their own address")

@@ -206,6 +206,10 @@ def side_channel(facts: Facts) -> Finding:
     for engine in facts.kv_engines:
         command = manifest.reachable_command(engine.side_channel_host, engine.side_channel_port)
         answer = asking.output(command)
+        if answer.exit and re.search(r"(?i)usage|invalid option|unrecognized option", answer.stderr):
+            return unknown("this nc does not know -z", answer.stderr.strip()[:120])
+        if answer.exit and not facts.loaded_plugins:
+            return unknown(f"{engine.name} has loaded no NIXL backend yet, as while it starts")
         if answer.exit:
             return failed(f"{engine.name}: {' '.join(command[-2:])} does not accept connections", answer.stderr[:120])
     return passed("the side channels accept connections")

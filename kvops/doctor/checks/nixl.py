@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from kvops.doctor import conditions
 from kvops.doctor.check import State, failed, in_group, passed, skipped, unknown, warned
 from kvops.doctor.checks import ucx
-from kvops.doctor.parsers import logs, packages
+from kvops.doctor.parsers import logs, nixlbench, packages
+from kvops.doctor.probe.verdict import pair_threshold
 
 if TYPE_CHECKING:
     from kvops.doctor.check import Finding
@@ -90,7 +91,7 @@ def plugin_present(facts: Facts) -> Finding:
 @check(
     "NX-03",
     "Every library that the LIBFABRIC plugin needs is found",
-    evidence="ldd libplugin_LIBFABRIC.so",
+    evidence="/proc/<pid>/maps of engines that have loaded it, else ldd libplugin_LIBFABRIC.so",
     rule="FAIL on 'not found', WARN if libfabric does not come from /opt/amazon/efa on an EFA host",
     fix="Install the EFA user space in the image, then ldconfig",
     sources=("NIXL-PLUGIN", "vllm#55783"),
@@ -100,14 +101,26 @@ def plugin_present(facts: Facts) -> Finding:
 )
 def plugin_libraries(facts: Facts) -> Finding:
     """NIXL logs a plugin that does not load at INFO only, which nobody sees."""
+    if not facts.planned and "LIBFABRIC" in facts.loaded_plugins:
+        return _used_libfabric(facts)
     path = plugin_path(facts, "LIBFABRIC")
     if not path:
         return unknown("there is no LIBFABRIC plugin")
     found = facts.parsed(("ldd", path), packages.parse_ldd)
-    missing = [name for name, where in found.items() if not where]
+    # PyTorch has loaded CUDA's libraries, wherever they are, before NIXL loads a plugin.
+    missing = [name for name, where in found.items() if not where and not name.startswith("libcud")]
     if missing:
         return failed(f"the LIBFABRIC plugin misses {', '.join(missing)}", f"{missing[0]} => not found")
-    libfabric = next((where for name, where in found.items() if name.startswith("libfabric")), "")
+    return _whose(facts, next((where for name, where in found.items() if name.startswith("libfabric")), ""))
+
+
+def _used_libfabric(facts: Facts) -> Finding:
+    """Judge by what the engines have mapped: a plugin that is loaded has found its libraries."""
+    mapped = [path for pid in facts.worker_pids for path in facts.mapped_files(pid)]
+    return _whose(facts, next((path for path in mapped if "/libfabric" in path), ""))
+
+
+def _whose(facts: Facts, libfabric: str) -> Finding:
     if facts.efa_pci and libfabric and "/opt/amazon/efa/" not in libfabric:
         return warned("the LIBFABRIC plugin does not use the EFA bundle's libfabric", f"libfabric => {libfabric}")
     return passed("the LIBFABRIC plugin finds its libraries", f"libfabric => {libfabric}" if libfabric else "")
@@ -302,7 +315,7 @@ def backend_mapped(facts: Facts) -> Finding:
         return unknown("the engines' memory maps cannot be read")
     wanted = sorted({backend for engine in facts.kv_engines for backend in engine.backends})
     missing = [backend for backend in wanted if not any(f"libplugin_{backend}.so" in path for path in mapped)]
-    loaded = sorted({match[1] for path in mapped if (match := re.search(r"libplugin_(\w+)\.so", path))})
+    loaded = facts.loaded_plugins
     if not loaded:
         return unknown("the engines have loaded no NIXL backend at all, as while they start")
     if missing:
@@ -368,6 +381,39 @@ def dram_limit(facts: Facts) -> Finding:
     return passed("no limit")
 
 
+@check(
+    "NX-23",
+    "nixlbench reached what the instance type carries",
+    evidence="nixlbench in a snapshot's commands, and the instance type; nixlbench is never run",
+    rule=(
+        "one pair's B/W against the EFAs near one accelerator, as kvops probe judges it: WARN below 60 %, FAIL below "
+        "1.3 GB/s; its own 'Network Util (%)' is of 50 GB/s a pair on every type and is not looked at"
+    ),
+    fix="Look at what keeps NIXL from EFA (NX-05, NX-06, GDR-02); take kvops probe to measure again",
+    sources=("NIXLBENCH",),
+    applies=(conditions.efa,),
+    explained_by=("NX-05", "NX-06", "GDR-02", "LF-01"),
+)
+def benchmark(facts: Facts) -> Finding:
+    """A percentage of a constant makes p5 look slow, and a p5en with half its rails look well."""
+    runs = [argv for argv in facts.host.captured_commands() if argv[0] == "nixlbench"]
+    if not runs:
+        return skipped("the capture has no output of nixlbench")
+    measured = facts.parsed(runs[0], nixlbench.parse_nixlbench)
+    backend = "LIBFABRIC" if "LIBFABRIC" in runs[0] else "UCX"
+    threshold = pair_threshold(facts.instance_type, backend, "vram" if "VRAM" in runs[0] else "dram")
+    if threshold is None:
+        return unknown("what this instance type carries is not published")
+    percentage = measured.network_util_percent
+    said = "" if percentage is None else f"; its Network Util of {percentage:.1f} % is of 50 GB/s"
+    evidence = f"B/W {measured.gb_per_second:.1f} GB/s of {threshold.line:g} ({backend}){said}"
+    if measured.gb_per_second < threshold.fails:
+        return failed("nixlbench is slower than this instance can be", evidence)
+    if measured.gb_per_second < threshold.passes:
+        return warned("nixlbench is slower than to be expected", evidence)
+    return passed("nixlbench is as fast as to be expected", evidence)
+
+
 CHECKS = (
     package,
     plugin_present,
@@ -384,4 +430,5 @@ CHECKS = (
     one_source,
     loader_order,
     dram_limit,
+    benchmark,
 )

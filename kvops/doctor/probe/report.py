@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from kvops.doctor.instances import line_of
 from kvops.doctor.probe.evidence import (
     Rail,
     Route,
@@ -18,7 +19,7 @@ from kvops.doctor.probe.evidence import (
     without_idle_tcp,
 )
 from kvops.doctor.probe.messages import Finished, Hello, Memory, Run, SideInfo  # noqa: TC001 - msgspec reads them
-from kvops.doctor.probe.verdict import LINES, Facts, Reason, Verdict, judge
+from kvops.doctor.probe.verdict import Facts, Reason, Verdict, judge
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +123,7 @@ def _is_one_host(finished: Finished) -> bool:
 
 def _has_rdma(side: SideInfo | Hello) -> bool:
     # A container of a known instance type may hide the devices; that is the very fault to find.
-    return side.rdma_devices > 0 or side.instance in LINES
+    return side.rdma_devices > 0 or line_of(side.instance) is not None
 
 
 def _evidence(said: Said, growth: dict[str, int], moved_bytes: int) -> Evidence:

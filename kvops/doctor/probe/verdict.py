@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
+from kvops.doctor.instances import line_of
+
 if TYPE_CHECKING:
     from kvops.doctor.probe.evidence import Route
     from kvops.doctor.probe.messages import Run
@@ -13,32 +15,6 @@ if TYPE_CHECKING:
 State = Literal["PASS", "WARN", "FAIL"]
 
 
-class Line(NamedTuple):
-    """The EFAs of one instance type: how many, GB/s of each, and how many are near one accelerator."""
-
-    efas: int
-    gb_per_second: float
-    near_one_accelerator: int
-
-
-# Counts and rates: Karpenter's instance-types.md, generated from EC2's DescribeInstanceTypes. Locality: the topologies
-# in NIXL's test/unit/utils/libfabric/topo/*.xml; where those lack a type, its EFAs shared evenly by its accelerators.
-LINES = {
-    "p4d.24xlarge": Line(4, 12.5, 1),
-    "p4de.24xlarge": Line(4, 12.5, 1),
-    "p5.48xlarge": Line(32, 12.5, 4),
-    "p5e.48xlarge": Line(32, 12.5, 4),
-    "p5en.48xlarge": Line(16, 25, 4),
-    "p6-b200.48xlarge": Line(8, 50, 2),
-    "p6-b300.48xlarge": Line(16, 50, 2),
-    "g7e.12xlarge": Line(1, 50, 1),
-    "g7e.24xlarge": Line(2, 50, 1),
-    "g7e.48xlarge": Line(4, 50, 1),
-    "trn1.32xlarge": Line(8, 12.5, 1),
-    "trn1n.32xlarge": Line(16, 12.5, 1),
-    "trn2.48xlarge": Line(16, 25, 1),
-    "trn2u.48xlarge": Line(16, 25, 1),
-}
 # NIXL's UCX plugin sets MAX_RMA_RAILS=2, so one agent pair uses two EFAs at most (src/plugins/ucx of NIXL).
 _UCX_RAILS = 2
 # House rules, no guarantee of anyone: shares of the line that one accelerator pair reaches, and what a single TCP flow
@@ -104,15 +80,22 @@ def threshold_gb_per_second(facts: Facts) -> Threshold | None:
 
     Two processes of one host are judged only if their bytes really went through its EFAs.
     """
-    line = LINES.get(facts.instance)
-    if line is None or (facts.same_host and facts.route != "rdma"):
+    if facts.same_host and facts.route != "rdma":
         return None
-    if facts.memory == "dram":
+    return pair_threshold(facts.instance, facts.backend, facts.memory)
+
+
+def pair_threshold(instance_type: str, backend: str, memory: str) -> Threshold | None:
+    """Return what one pair of agents should reach between two hosts of a type; None where nothing is published."""
+    line = line_of(instance_type)
+    if line is None:
+        return None
+    if memory == "dram":
         # Nobody published what one DRAM pair should reach; slower than one TCP flow is wrong all the same.
         return Threshold(ONE_TCP_FLOW_GB_PER_SECOND, ONE_TCP_FLOW_GB_PER_SECOND, line.efas * line.gb_per_second)
-    rails = min(line.near_one_accelerator, _UCX_RAILS) if facts.backend == "UCX" else line.near_one_accelerator
+    rails = min(line.near_one_accelerator, _UCX_RAILS) if backend == "UCX" else line.near_one_accelerator
     reachable = rails * line.gb_per_second
-    if facts.instance.startswith("trn"):
+    if instance_type.startswith("trn"):
         return Threshold(_NEURON_PASS * reachable, _NEURON_FAIL * reachable, reachable)
     return Threshold(_PAIR_PASS * reachable, ONE_TCP_FLOW_GB_PER_SECOND, reachable)
 

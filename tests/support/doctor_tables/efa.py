@@ -63,6 +63,36 @@ def move_over_ethernet(scene: Scene) -> None:
     scene.host.file("/sys/class/net/eth0/statistics/rx_bytes", 1 << 31)
 
 
+def move_kv_over_ethernet(scene: Scene) -> None:
+    move_over_ethernet(scene)
+    page = "curl -sS --max-time 3 http://127.0.0.1:8100/metrics"
+    scene.previous.command(page, "vllm:nixl_bytes_transferred_sum 0.0\n")
+    scene.host.command(page, f"vllm:nixl_bytes_transferred_sum {1 << 30}.0\n")
+
+
+def find_no_efa(scene: Scene) -> None:
+    scene.host.command("fi_info -p efa", "", "fi_getinfo: -61 (No data available)\n", 61)
+
+
+def lose_provider(scene: Scene) -> None:
+    scene.host.listing("/usr/lib64/libibverbs")
+    find_no_efa(scene)
+
+
+def allow(mode: str, uid: int):
+    """Give the verbs nodes a mode, and the engine a user."""
+
+    def edit(scene: Scene) -> None:
+        scene.host.replace("ls -l /dev/infiniband", "crw-rw-rw-", mode)
+        scene.host.file("/proc/4242/status", f"Name:\tpython\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n")
+
+    return edit
+
+
+def give_half_to_a_container(scene: Scene) -> None:
+    scene.host.listing("/dev/infiniband", *(f"uverbs{number}" for number in range(8))).file("/.dockerenv", "")
+
+
 def drop_write_counters(scene: Scene) -> None:
     names = scene.host.listings["/sys/class/infiniband/rdmap110s0/ports/1/hw_counters"]
     names[:] = [name for name in names if not name.startswith("rdma_write_")]
@@ -94,7 +124,11 @@ CASES = (
     Case("EFA-05", UNKNOWN, "in-tree", lambda s: s.host.absent("/sys/module/efa/version")),
     Case("EFA-06", FAIL, "15 of 16", lambda s: s.host.listings["/sys/class/infiniband"].remove("rdmap163s0")),
     Case("EFA-07", FAIL, "16 of 16", lambda s: s.host.listing("/dev/infiniband")),
-    Case("EFA-07", FAIL, "not writable", lambda s: s.host.replace("ls -l /dev/infiniband", "crw-rw-rw-", "crw-------")),
+    Case("EFA-07", FAIL, "not writable", allow("crw-------", uid=1000)),
+    Case("EFA-07", WARN, "not writable", allow("crw-rw----", uid=1000)),
+    Case("EFA-07", PASS, "have a verbs node", allow("crw-------", uid=0)),
+    Case("EFA-07", WARN, "given 8 of 16", give_half_to_a_container),
+    Case("EFA-07", FAIL, "8 of 16", lambda s: s.host.listing("/dev/infiniband", *(f"uverbs{n}" for n in range(8)))),
     Case("EFA-08", WARN, "mlx5_0", add_mellanox),
     Case("EFA-08", FAIL, "libfabric finds no EFA", add_mellanox_that_breaks_libfabric),
     Case("EFA-08", PASS, "2 RDMA devices", lambda s: None, lambda: Scene(p6_b200())),
@@ -106,14 +140,16 @@ CASES = (
     Case("EFA-13", UNKNOWN, "since boot", lambda s: s.host.file(f"{COUNTERS}/retrans_pkts", "7\n")),
     Case("EFA-13", WARN, "retrans_pkts +7", grow("retrans_pkts", 7), watched),
     Case("EFA-13", FAIL, "nothing arrives", lose_peer, watched),
-    Case("EFA-14", FAIL, "not on EFA", move_over_ethernet),
+    Case("EFA-14", WARN, "or a download", move_over_ethernet),
+    Case("EFA-14", FAIL, "KV moves over Ethernet", move_kv_over_ethernet),
     Case("EFA-14", UNKNOWN, "second look", lambda s: None, alone),
     Case("EFA-15", WARN, "no counters", drop_write_counters),
     Case("EFA-16", WARN, "distribution", lambda s: s.host.absent(INSTALLED)),
     Case("EFA-16", WARN, "older than 1.29.1", lambda s: s.host.file(INSTALLED, "# EFA installer version: 1.28.0\n")),
     Case("EFA-16", FAIL, "Ubuntu 24.04", use_ubuntu_with_1_48),
-    Case("EFA-17", FAIL, "ABI 34", use_mixed_verbs),
-    Case("EFA-17", FAIL, "no EFA provider", lambda s: s.host.listing("/usr/lib64/libibverbs")),
+    Case("EFA-17", FAIL, "ABI 34", lambda s: (use_mixed_verbs(s), find_no_efa(s))),
+    Case("EFA-17", FAIL, "no EFA provider", lose_provider),
+    Case("EFA-17", PASS, "somewhere else", lambda s: s.host.listing("/usr/lib64/libibverbs")),
     Case("EFA-18", WARN, "MLNX_OFED", lambda s: s.host.command("ofed_info -s", "MLNX_OFED_LINUX-24.10-0.7.0.0:\n")),
     Case("EFA-18", WARN, "configuration", lambda s: s.host.listing("/etc/infiniband", "openib.conf")),
     Case("EFA-19", FAIL, "efa/2.13.0: added", unload_for_other_kernel),

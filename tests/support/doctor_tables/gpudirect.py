@@ -77,6 +77,21 @@ def silence_logs(scene: Scene) -> None:
     scene.host.command("dmesg", "")
 
 
+def give_two_gpus_to_a_container(scene: Scene) -> None:
+    gpus = scene.host.listings["/proc/driver/nvidia/gpus"]
+    scene.host.listing("/proc/driver/nvidia/gpus", *gpus[:2]).file("/.dockerenv", "")
+
+
+def stop_fabric_manager_outside_a_container(scene: Scene) -> None:
+    scene.host.command("systemctl is-active nvidia-fabricmanager", "inactive\n", status=3).file("/.dockerenv", "")
+
+
+def run_fabric_manager_without_systemd(scene: Scene) -> None:
+    scene.host.command("systemctl is-active nvidia-fabricmanager", "inactive\n", status=3)
+    scene.host.listings["/proc"].append("77")
+    scene.host.file("/proc/77/cmdline", "/usr/bin/nv-fabricmanager\0-c\0/etc/fm.cfg\0")
+
+
 CASES = (
     Case("GDR-01", WARN, "host memory", be("g6e.48xlarge")),
     Case("GDR-02", PASS, "dmabuf takes its place", empty_peer_memory),
@@ -110,6 +125,7 @@ CASES = (
     ),
     Case("GDR-10", PASS, "note", unload("gdrdrv")),
     Case("GDR-11", FAIL, "7 of 8", lambda s: s.host.listings["/proc/driver/nvidia/gpus"].pop()),
+    Case("GDR-11", PASS, "given 2 of 8", give_two_gpus_to_a_container),
     Case("GDR-12", WARN, "SYS", put_gpus_across),
     Case("GDR-13", FAIL, "expandable", lambda s: s.host.env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")),
     Case("GDR-14", FAIL, "could not be registered", break_dmabuf_without_peer_memory_log),
@@ -120,6 +136,8 @@ CASES = (
         "failed",
         lambda s: s.host.command("systemctl is-active nvidia-fabricmanager", "failed\n", status=3),
     ),
+    Case("GDR-15", UNKNOWN, "host's services", stop_fabric_manager_outside_a_container),
+    Case("GDR-15", PASS, "nv-fabricmanager runs", run_fabric_manager_without_systemd),
     Case("GDR-16", PASS, "note", break_dmabuf_and_peer_memory),
 )
 

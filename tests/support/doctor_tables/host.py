@@ -23,6 +23,10 @@ def translate(scene: Scene) -> None:
     scene.host.file("/sys/bus/pci/devices/0000:55:00.0/iommu_group/type", "DMA-FQ\n")
 
 
+def limit_with_capability(scene: Scene) -> None:
+    scene.host.file(ENGINE_LIMITS, limits(65536)).file("/proc/4242/status", "CapEff:\t00000000a80465fb\n")
+
+
 def use_metal(scene: Scene) -> None:
     scene.host.file("/sys/devices/virtual/dmi/id/product_name", "p9.metal\n")
     scene.host.replace("lspci -vvv", "ReqRedir- CmpltRedir-", "ReqRedir+ CmpltRedir+")
@@ -39,6 +43,7 @@ CASES = (
     Case("HOST-02", WARN, "peer-memory provider", use_old_kernel),
     Case("HOST-02", FAIL, "cannot register dmabuf", use_old_kernel_without_peer_memory),
     Case("HOST-03", FAIL, "8388608", lambda s: s.host.file(ENGINE_LIMITS, limits(8388608))),
+    Case("HOST-03", PASS, "CAP_IPC_LOCK", limit_with_capability),
     Case("HOST-03", WARN, "64 GiB", lambda s: s.host.file(ENGINE_LIMITS, limits(64 << 30))),
     Case("HOST-04", PASS, "without it", lambda s: s.host.listing("/etc/security/limits.d")),
     Case(
@@ -82,6 +87,9 @@ CASES = (
         lambda s: s.host.command(
             "dmesg", "infiniband efa_0: Failed to process command ALLOC_PD (opcode 14) comp_status 1 err -12\n"
         ),
+    ),
+    Case(
+        "HOST-14", WARN, "a program", lambda s: s.host.command("dmesg", "NVRM: Xid (PCI:0000:59:00): 31, MMU Fault\n")
     ),
     Case("HOST-14", FAIL, "Xid", lambda s: s.host.command("dmesg", "NVRM: Xid (PCI:0000:59:00): 79, GPU has fallen\n")),
     Case(

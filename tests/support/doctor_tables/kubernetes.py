@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from doctor_cases import FAIL, SKIP, UNKNOWN, WARN, Case, Scene, alone, edit_objects, set_kubernetes
+from doctor_cases import FAIL, PASS, SKIP, UNKNOWN, WARN, Case, Scene, alone, edit_objects, pod, set_kubernetes
 from doctor_hosts import limits
+
+from doctor_tables.efa import lose_provider
 
 EFA = "vpc.amazonaws.com/efa"
 
@@ -19,6 +21,29 @@ def mount(kind: str):
         edit_objects(scene.host, "nodes", "p5en.48xlarge", kind)
 
     return add_volume
+
+
+def name_the_address_by_reference(scene: Scene) -> None:
+    by_field = '{"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "valueFrom": '
+    by_name = '{"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "$(POD_IP)"}, {"name": "POD_IP", "valueFrom": '
+    edit_objects(scene.host, "pods", by_field, by_name)
+
+
+def add_router(scene: Scene) -> None:
+    """A router of the same image, which takes no device."""
+    router = {"metadata": {"name": "router"}, "spec": {"containers": [{"image": "vllm", "command": ["vllm-router"]}]}}
+    pods = [pod("decode-0", "node-a"), pod("prefill-0", "node-b"), router]
+    set_kubernetes(scene.host, pods=pods)
+
+
+def forbid(command: str):
+    """What kubectl answers without the right to look: an empty list on one stream, the reason on the other."""
+    empty = '{"apiVersion": "v1", "items": [], "kind": "List"}'
+    return lambda s: s.host.command(command, empty, "Error from server (Forbidden): nodes is forbidden\n", 1)
+
+
+def limit_with_capability(scene: Scene) -> None:
+    scene.host.file("/proc/1/limits", limits(65536)).file("/proc/1/status", "CapEff:\t00000000a80465fb\n")
 
 
 def keep_pending(scene: Scene) -> None:
@@ -59,7 +84,11 @@ CASES = (
     Case("K8S-08", FAIL, "different zones", move_one_node),
     Case("K8S-09", FAIL, "not set", edit("pods", "VLLM_NIXL_SIDE_CHANNEL_HOST", "OTHER")),
     Case("K8S-09", FAIL, "a fixed value", edit("pods", '"valueFrom"', '"value"')),
-    Case("K8S-10", FAIL, "no EFA provider", lambda s: s.host.listing("/usr/lib64/libibverbs")),
+    Case("K8S-09", PASS, "own address", name_the_address_by_reference),
+    Case("K8S-09", PASS, "own address", add_router),
+    Case("K8S-10", FAIL, "no EFA provider", lose_provider),
+    Case("K8S-01", UNKNOWN, "Forbidden", forbid("kubectl get nodes -o json")),
+    Case("K8S-06", PASS, "may lock memory", limit_with_capability),
     Case("K8S-11", WARN, "network device", lambda s: s.host.env(NCCL_SOCKET_IFNAME="efa0")),
     Case(
         "K8S-12", FAIL, "8 of 16 Neuron", edit("pods", '"aws.amazon.com/neuron": "16"', '"aws.amazon.com/neuron": "8"')

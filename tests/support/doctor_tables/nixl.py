@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from doctor_cases import FAIL, PASS, UNKNOWN, WARN, Case, Scene, alone, set_config
+from doctor_cases import FAIL, NIXLBENCH, PASS, SKIP, UNKNOWN, WARN, Case, Scene, add_nixlbench, alone, set_config
 from doctor_hosts import LOG, SITE, WORKER_PID, rpm
 
 RPM = ("rpm", "-qa", "--qf", "%{NAME}\t%{VERSION}-%{RELEASE}\n")
@@ -27,6 +27,11 @@ def use_ucx_without_efa(scene: Scene) -> None:
     scene.host.listing(f"{SITE}/nixl_cu12.libs/ucx", "libuct_ib.so.0.0.0", "libuct_cma.so.0.0.0")
 
 
+def before_it_is_loaded(ldd: str):
+    """What ldd says of the plugin while no engine has it mapped."""
+    return lambda s: s.host.file("/proc/4311/maps", "\n").command(LDD, ldd)
+
+
 CASES = (
     Case("NX-01", FAIL, "not installed", lambda s: s.host.listing(SITE, "torch-2.9.0+cu128.dist-info")),
     Case(
@@ -37,12 +42,14 @@ CASES = (
     ),
     Case("NX-01", FAIL, "CUDA 13", swap_package("torch-2.9.0+cu128.dist-info", "torch-2.9.0+cu130.dist-info")),
     Case("NX-02", FAIL, "plugins: UCX", lambda s: s.host.listing(PLUGINS, "libplugin_UCX.so")),
-    Case("NX-03", FAIL, "libhwloc.so.15", lambda s: s.host.command(LDD, "\tlibhwloc.so.15 => not found\n")),
+    Case("NX-03", FAIL, "libhwloc.so.15", before_it_is_loaded("\tlibhwloc.so.15 => not found\n")),
+    Case("NX-03", PASS, "finds its libraries", before_it_is_loaded("\tlibcudart.so.12 => not found\n")),
+    Case("NX-03", PASS, "finds its libraries", lambda s: s.host.command(LDD, "\tlibhwloc.so.15 => not found\n")),
     Case(
         "NX-03",
         WARN,
         "/lib64/libfabric.so.1",
-        lambda s: s.host.command(LDD, "\tlibfabric.so.1 => /lib64/libfabric.so.1 (0x0)\n"),
+        before_it_is_loaded("\tlibfabric.so.1 => /lib64/libfabric.so.1 (0x0)\n"),
     ),
     Case(
         "NX-04",
@@ -84,6 +91,10 @@ CASES = (
         "/usr/local/cuda/compat",
         lambda s: s.host.env(LD_LIBRARY_PATH="/usr/local/cuda/compat:/opt/amazon/efa/lib"),
     ),
+    Case("NX-23", WARN, "Network Util of 90.2 % is of 50 GB/s", lambda s: add_nixlbench(s.host, 45.1)),
+    Case("NX-23", FAIL, "slower than this instance", lambda s: add_nixlbench(s.host, 0.3)),
+    Case("NX-23", UNKNOWN, "no column", lambda s: s.host.command(NIXLBENCH, "Segmentation fault\n")),
+    Case("NX-23", SKIP, "no output of nixlbench", lambda s: None, alone),
     Case("NX-22", PASS, "note", lambda s: s.host.env(NIXL_LIBFABRIC_MAX_BW_PER_DRAM_SEG="50")),
     Case("NX-05", PASS, "LIBFABRIC", lambda s: None, alone),
 )
@@ -92,7 +103,7 @@ ENVIRON = ("/proc/4242/environ",)
 GONE = {
     "NX-01": (SITE, "/proc/4242/maps"),
     "NX-02": (PLUGINS,),
-    "NX-03": ("ldd",),
+    "NX-03": ("ldd", "/proc/4311/maps"),
     "NX-04": (LOG,),
     "NX-05": ("/sys/bus/pci", "/sys/devices/virtual/dmi", "lspci"),
     "NX-06": (LOG,),
@@ -105,4 +116,5 @@ GONE = {
     "NX-20": ("rpm",),
     "NX-21": ENVIRON,
     "NX-22": ENVIRON,
+    "NX-23": ("/sys/devices/virtual/dmi",),
 }

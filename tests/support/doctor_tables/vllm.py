@@ -40,15 +40,31 @@ def share_port(scene: Scene) -> None:
     scene.host.file("/proc/4243/environ", "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.1.17")
 
 
+def share_port_in_two_pods(scene: Scene) -> None:
+    share_port(scene)
+    scene.host.link("/proc/4242/ns/net", "net:[4026532001]").link("/proc/4243/ns/net", "net:[4026532002]")
+
+
+def hide_environment(scene: Scene) -> None:
+    """Another user's engine: its command line can be read, its environment cannot."""
+    del scene.host.files["/proc/4243/environ"]
+    scene.host.not_captured.append({"path": "/proc/4243/environ", "why": "denied"})
+
+
+def both_have(option: str, prefill: str, decode: str):
+    return lambda scene: (add_options(scene.host, option, prefill), add_options(scene.peer, option, decode))
+
+
 def overlap_ranks(scene: Scene) -> None:
     scene.host.file("/proc/4243/environ", "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.1.17\0VLLM_NIXL_SIDE_CHANNEL_PORT=5603")
     add_options(scene.host, "--data-parallel-size", "4")
 
 
-def count(requests: int, transfers: int, failed: int):
+def count(requests: int, transfers: int, failed: int, generated: int = 5000):
     return lambda scene: scene.host.command(
         METRICS,
         f'# TYPE vllm:request_success counter\nvllm:request_success_total{{engine="0"}} {requests}.0\n'
+        f'vllm:generation_tokens_total{{engine="0"}} {generated}.0\n'
         f'vllm:nixl_xfer_time_seconds_count{{engine="0"}} {transfers}.0\n'
         f'vllm:nixl_num_failed_transfers_total{{engine="0"}} {failed}.0\n',
     )
@@ -64,13 +80,21 @@ CASES = (
     Case("VL-01", PASS, "loopback", lambda s: s.host.env(VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1"), colocated),
     Case("VL-02", FAIL, "share side-channel port 5600", share_port, colocated),
     Case("VL-02", FAIL, "share side-channel port 5603", overlap_ranks, colocated),
+    Case("VL-02", PASS, "no side-channel port is shared", share_port_in_two_pods, colocated),
+    Case("VL-02", UNKNOWN, "denied", hide_environment, colocated),
     Case("VL-02", FAIL, "no valid", lambda s: s.host.env(VLLM_NIXL_SIDE_CHANNEL_PORT="abc")),
     Case("VL-03", FAIL, "LIBFABRIC", lambda s: set_config(s.peer, backends=None)),
     Case("VL-04", FAIL, "0.31.0", lambda s: s.peer.listings[SITE].__setitem__(0, "vllm-0.31.0.dist-info")),
     Case("VL-05", WARN, "1.4.0", lambda s: s.peer.listings[SITE].__setitem__(1, "nixl-1.4.0.dist-info")),
-    Case("VL-06", FAIL, "--dtype", decode_has("--dtype", "float16")),
+    Case("VL-06", WARN, "--dtype", decode_has("--dtype", "float16")),
+    Case("VL-06", FAIL, "--dtype", both_have("--dtype", "bfloat16", "float16")),
     Case("VL-06", FAIL, "model", lambda s: s.peer.replace(CMDLINE[0], "Qwen/Qwen3-32B", "Qwen/Qwen3-8B")),
-    Case("VL-07", FAIL, "FLASHINFER", lambda s: s.peer.env(VLLM_ATTENTION_BACKEND="FLASHINFER")),
+    Case("VL-07", WARN, "FLASHINFER", lambda s: s.peer.env(VLLM_ATTENTION_BACKEND="FLASHINFER")),
+    Case("VL-07", FAIL, "FLASHINFER", both_have("--attention-backend", "FLASH_ATTN", "FLASHINFER")),
+    Case("VL-10", WARN, "16", decode_has("--block-size", "16")),
+    Case(
+        "VL-12", PASS, "", both_have("--speculative-config", '{"method": "ngram", "k": 2}', '{"k":2,"method":"ngram"}')
+    ),
     Case("VL-08", FAIL, "fp8", decode_has("--kv-cache-dtype=fp8")),
     Case("VL-09", FAIL, "NHD", lambda s: s.peer.env(VLLM_KV_CACHE_LAYOUT="NHD")),
     Case("VL-09", FAIL, "cannot be split", unequal_and_nhd),
@@ -85,6 +109,7 @@ CASES = (
     Case("VL-14", WARN, "recomputes", lambda s: set_config(s.host, top={"kv_load_failure_policy": "recompute"})),
     Case("VL-14", WARN, "does not read it", misplace_policy),
     Case("VL-15", FAIL, "no KV was moved", count(12, 0, 0)),
+    Case("VL-15", UNKNOWN, "prefill only", count(12, 0, 0, generated=12)),
     Case("VL-15", WARN, "3 failed", count(12, 9, 3)),
     Case("VL-15", UNKNOWN, "no request", count(0, 0, 0)),
     Case("VL-15", UNKNOWN, "does not answer", lambda s: s.host.command(METRICS, "", "curl: (7) refused", 7)),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from doctor_cases import cluster, colocated
 from doctor_hosts import HEALTHY, LOG, Fixture, p5en
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvops.doctor.capture import capture, write
@@ -132,6 +132,7 @@ def test_a_planted_secret_is_gone_from_every_place(secret: tuple[str, str], ever
     elif everywhere == "links":
         host.links = {path: f"{target} {line}" for path, target in host.links.items()}
     else:
+        assume("://" not in line)  # no name of a file can hold an address of that form
         for names in host.listings.values():
             names.append(line.replace("/", "_"))
     members = capture(host.host())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from doctor_cases import BY_ID, Scene, colocated, set_config
-from doctor_hosts import p5en
+from doctor_hosts import SITE, p5en
 
 from kvops.doctor import run as running
 from kvops.doctor.catalogue import markdown
@@ -15,11 +15,13 @@ from kvops.doctor.check import Check, Finding, State, in_group, passed, skipped,
 from kvops.doctor.checks import CHECKS
 from kvops.doctor.engines import Engine
 from kvops.doctor.facts import Facts
+from kvops.doctor.fleet import pids_of
 from kvops.doctor.instances import instances
 from kvops.doctor.report import Row, as_junit, rows
 from kvops.doctor.run import Report, Result, evaluate, explain, run, run_quick
 from kvops.doctor.snapshot import SnapshotHost
 from kvops.doctor.sources import url
+from kvops.errors import KvopsError
 
 
 def stub(check_id: str, *explained_by: str) -> Check:
@@ -134,13 +136,85 @@ class TestPairs:
         assert (prefill.pid, decode.pid) == (4243, 4242)
 
 
+class TestPairsByName:
+    def named(self, scene: Scene) -> Facts:
+        return Facts(scene.host.host(), named={4243: "decode-0", 4242: "prefill-0"})
+
+    def test_two_engines_are_compared_in_the_order_they_are_named(self) -> None:
+        scene = colocated()
+        scene.host.replace("/proc/4243/cmdline", "Qwen/Qwen3-32B", "zai/GLM-5")
+        report = run(self.named(scene), [BY_ID["VL-06"]])
+        assert report.results[0].finding.evidence == "decode-0: zai/GLM-5; prefill-0: Qwen/Qwen3-32B"
+
+    def test_other_engines_of_the_host_are_not_looked_at(self) -> None:
+        facts = Facts(colocated().host.host(), named={4243: "decode-0"})
+        assert [engine.name for engine in facts.engines] == ["decode-0"]
+
+    def test_a_name_that_nothing_runs_under_is_refused(self, monkeypatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        with pytest.raises(KvopsError, match="'prefill-0' is neither a snapshot nor an engine"):
+            pids_of(["prefill-0", "decode-0"])
+
+
+class TestEnginesThatCannotBeSeen:
+    def in_a_container(self) -> Scene:
+        scene = Scene(p5en())
+        scene.host.link("/proc/self/ns/pid", "pid:[4026531836]").link("/proc/4242/ns/pid", "pid:[4026532999]")
+        scene.host.listing(SITE).listing("/usr/lib64/libibverbs").command("fi_info -p efa", "", "-61", 61)
+        return scene
+
+    def test_the_hosts_files_say_nothing_about_an_engine_in_a_container(self) -> None:
+        report = run(self.in_a_container().facts())
+        assert [result.check.id for result in report.results if result.state is State.FAIL] == []
+        by_id = {result.check.id: result.finding for result in report.results}
+        for check_id in ("NX-01", "NX-02", "LF-01", "LF-04", "EFA-17"):
+            assert by_id[check_id].state is State.UNKNOWN
+            assert "run kvops doctor inside it" in by_id[check_id].message
+
+    def test_an_environment_that_a_process_title_overwrote_is_no_evidence(self) -> None:
+        scene = colocated()
+        for pid in (4242, 4243):
+            scene.host.file(f"/proc/{pid}/environ", "\0\0\0")
+        assert scene.find("VL-02").state is State.UNKNOWN
+        assert scene.find("VL-01").state is State.UNKNOWN
+
+
+class TestLateEfas:
+    def look(self, missing: int, uptime: str = "42.10 300.00") -> Facts:
+        host = p5en()
+        addresses = host.listings["/sys/bus/pci/devices"]
+        del addresses[:missing]
+        return Facts(host.file("/proc/uptime", uptime).host())
+
+    def wait(self, *missing: int, uptime: str = "42.10 300.00") -> tuple[Facts, list[float]]:
+        looks = iter([self.look(count, uptime) for count in missing])
+        waits: list[float] = []
+        return running.wait_for_efas(next(looks), lambda: next(looks), waits.append), waits
+
+    def test_efas_that_appear_while_we_wait_are_counted(self) -> None:
+        facts, waits = self.wait(4, 2, 0)
+        assert waits == [5.0, 5.0]
+        assert evaluate(BY_ID["EFA-01"], facts).state is State.PASS
+        late = evaluate(BY_ID["EFA-20"], facts)
+        assert (late.state, late.message) == (State.WARN, "the number of EFA devices went from 12 to 16")
+
+    def test_efas_that_never_appear_are_given_three_looks(self) -> None:
+        facts, waits = self.wait(4, 4, 4, 4)
+        assert waits == [5.0] * 3
+        assert evaluate(BY_ID["EFA-01"], facts).state is State.FAIL
+
+    @pytest.mark.parametrize("uptime", ["301.00 9.00", "garbage"])
+    def test_nobody_waits_on_a_machine_that_booted_long_ago(self, uptime: str) -> None:
+        assert self.wait(4, uptime=uptime)[1] == []
+
+
 class TestCatalogue:
     def test_the_reference_page_is_current(self) -> None:
         page = Path(__file__).parents[3] / "docs" / "checks.md"
         assert page.read_text("utf-8") == markdown(), "run: kvops doctor --list --markdown > docs/checks.md"
 
-    def test_there_are_146_checks_with_ids_of_their_own(self) -> None:
-        assert len(CHECKS) == len(BY_ID) == 146
+    def test_there_are_147_checks_with_ids_of_their_own(self) -> None:
+        assert len(CHECKS) == len(BY_ID) == 147
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.id)
     def test_a_check_says_everything(self, check: Check) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from doctor_cases import SRD, Scene, set_config
+from doctor_cases import SRD, Scene, add_nixlbench, set_config
 from doctor_hosts import (
     HEALTHY,
     SITE,
@@ -17,6 +17,7 @@ from doctor_hosts import (
     add_neuron_engine,
     add_neurons,
     base,
+    limits,
     on_bus,
     p4d,
     p5en,
@@ -70,6 +71,46 @@ def test_evidence_that_is_missing_never_adds_a_failure(name: str, data: st.DataO
         members.pop(path, None)
     report = run(Facts(SnapshotHost(members)))
     assert [r.check.id for r in report.results if r.state is State.FAIL] == []
+
+
+def pod_on_half_a_node() -> Fixture:
+    """A healthy p5en from inside a pod: half of its devices, the runtime's memlock, and few tools and rights."""
+    host = p5en()
+    host.listing("/dev/infiniband", *(f"uverbs{number}" for number in range(8)))
+    listed = host.commands["ls", "-l", "/dev/infiniband"][0].splitlines(keepends=True)
+    host.command("ls -l /dev/infiniband", "".join(listed[:9]))
+    for command in ("fi_info -p efa", "fi_info -p efa -c FI_HMEM"):
+        entries = host.commands[tuple(command.split())][0].split("provider:")
+        host.command(command, "provider:".join(entries[:25]))
+    host.listing("/proc/driver/nvidia/gpus", *host.listings["/proc/driver/nvidia/gpus"][:4])
+    host.file("/.dockerenv", "").env(KUBERNETES_SERVICE_HOST="172.20.0.1")
+    for process in ("4242", "1"):
+        host.file(f"/proc/{process}/limits", limits(65536))
+        host.file(f"/proc/{process}/status", "Uid:\t0\t0\t0\t0\nCapEff:\t00000000a80465fb\n")
+    host.command("systemctl is-active nvidia-fabricmanager", "inactive\n", status=3)
+    for tool in ("dmesg", "modinfo efa", "dkms status", "lspci -vvv", "nvidia-smi topo -m"):
+        host.absent(tool)
+    return host
+
+
+def test_a_healthy_pod_on_half_a_node_fails_nothing() -> None:
+    assert trouble(judge(pod_on_half_a_node())) == {"EFA-07": State.WARN}
+
+
+def another_users_engine() -> Fixture:
+    """A healthy p5en seen by a user who may not look into the engine's process, and has no NIXL of their own."""
+    host = p5en()
+    for pid in ("4242", "4311"):
+        for name in ("environ", "maps", "fd/1", "fd/2"):
+            host.files.pop(f"/proc/{pid}/{name}", None)
+            host.links.pop(f"/proc/{pid}/{name}", None)
+            host.not_captured.append({"path": f"/proc/{pid}/{name}", "why": "denied"})
+    host.listing(SITE, "kvops-0.1.0.dist-info")
+    return host
+
+
+def test_an_engine_of_another_user_fails_nothing() -> None:
+    assert trouble(judge(another_users_engine())) == {}
 
 
 @dataclass(frozen=True)
@@ -178,6 +219,13 @@ def counters_of_sends_only() -> Fixture:
     return host
 
 
+def percentage_of_another_machine() -> Fixture:
+    """Trap 11: 90 % of the 50 GB/s that nixlbench takes for every pair is less than half of a p5en's line."""
+    host = p5en()
+    add_nixlbench(host, 45.1)
+    return host
+
+
 def g6e() -> Fixture:
     """Trap 12: the GPUs advertise GPUDirect, the instance does not carry it."""
     host = base("g6e.48xlarge")
@@ -242,6 +290,7 @@ TRAPS = (
     Trap("8-rate-of-old-driver", rate_of_an_old_driver, {"EFA-05": ["EFA-09"]}),
     Trap("9-host-bridge-on-p4d", p4d, {}),
     Trap("10-counters-at-zero", counters_of_sends_only, {}),
+    Trap("11-nixlbench-percentage", percentage_of_another_machine, {"NX-23": []}),
     Trap("12-no-gpudirect-on-g6e", g6e, {"GDR-01": []}),
     Trap("13-hidden-failures", recompute_hides_it, {"VL-13": [], "VL-14": []}),
     Trap("14-write-counters", write_counters_of_an_old_driver, {"EFA-05": ["EFA-15"]}),

@@ -161,7 +161,7 @@ async def test_a_turn_without_a_conversation_leaves_nothing_on_decode(start):
     await turn(setup, headers=None)
     await turn(setup, headers=None, stream=True)
     await wait_until(lambda: setup.fleet.held == {})
-    assert len(setup.router.conversations) == 0
+    assert setup.router.shared.size() == (0, 0)
 
 
 async def test_what_falls_out_of_the_map_is_given_back(start):
@@ -169,7 +169,7 @@ async def test_what_falls_out_of_the_map_is_given_back(start):
     for name in ("a", "b", "c"):
         await turn(setup, headers={"X-Session-ID": name})
     await wait_until(lambda: len(setup.fleet.held) == 2)
-    assert len(setup.router.conversations) == 2
+    assert setup.router.shared.size()[0] == 2
     assert setup.metric("kvops_router_releases_total", reason="evicted", outcome="sent") == 1
 
 

@@ -147,3 +147,10 @@ async def test_a_list_of_prompts_is_primed_by_pairs(start):
     primed = [call for call in setup.decode[0].calls if call.params]
     assert sorted(call.id for call in primed) == sorted(call.id for call in setup.prefill[0].calls[1:])
     assert setup.decode[0].calls[-1].body["prompt"] == ["a", "b"]
+
+
+async def test_a_push_connector_that_does_not_say_so_is_trusted_in_push_mode(start):
+    setup = await start("push")
+    setup.prefill[0].transfer_mode = None
+    async with setup.ask() as answer:
+        assert answer.status == 200

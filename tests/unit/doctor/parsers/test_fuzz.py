@@ -14,7 +14,20 @@ from hypothesis import strategies as st
 
 from kvops.doctor.check import State
 from kvops.doctor.facts import Facts
-from kvops.doctor.parsers import ParseError, cloud, fi_info, neuron, nvidia, packages, pci, proc, rdma, ucx, versions
+from kvops.doctor.parsers import (
+    ParseError,
+    cloud,
+    fi_info,
+    neuron,
+    nixlbench,
+    nvidia,
+    packages,
+    pci,
+    proc,
+    rdma,
+    ucx,
+    versions,
+)
 from kvops.doctor.run import run
 from kvops.doctor.snapshot import SnapshotHost
 
@@ -32,6 +45,7 @@ PARSERS: tuple[Callable[[str], object], ...] = (
     pci.parse_lspci,
     pci.parse_redirecting_bridges,
     pci.full_address,
+    nixlbench.parse_nixlbench,
     nvidia.parse_driver,
     nvidia.parse_gpu_list,
     nvidia.parse_topology,
@@ -41,6 +55,8 @@ PARSERS: tuple[Callable[[str], object], ...] = (
     ucx.parse_version,
     proc.parse_memlock_bytes,
     proc.parse_meminfo,
+    proc.may_lock_any_memory,
+    proc.parse_effective_uid,
     proc.parse_environ,
     proc.parse_cmdline,
     proc.parse_mapped_files,

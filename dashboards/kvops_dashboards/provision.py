@@ -1,0 +1,184 @@
+"""The files that put dashboards and rules into Grafana and Prometheus: docker compose, and kube-prometheus."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from kvops_dashboards import stored
+from kvops_dashboards.scraping import COLON_BACK, ENGINE_METRICS_PATH, ROUTER_METRICS_PATH, Target, prometheus_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DATASOURCE_UID = "kvops-prometheus"
+_PROMETHEUS_URL = "http://127.0.0.1:9090"
+_RULES_GLOB = "rules/*.yaml"
+# Label by which the dashboard sidecar of the Grafana chart finds ConfigMaps.
+_SIDECAR_LABEL = {"grafana_dashboard": "1"}
+# Label by which kube-prometheus-stack's Prometheus chooses rules and monitors, with the chart's default release name.
+_RELEASE_LABEL = {"release": "kube-prometheus-stack"}
+_NAMESPACE = "monitoring"
+
+
+def write_provisioning(
+    folder: Path,
+    engines: list[Target],
+    routers: list[Target],
+    prometheus_url: str = _PROMETHEUS_URL,
+    *,
+    interval_seconds: int = 15,
+) -> list[Path]:
+    """Write everything below ``folder`` and return the files.
+
+    Args:
+        folder: made if it is not there; files of the same names are replaced.
+        engines: what Prometheus scrapes as engines, with the label ``role``.
+        routers: what it scrapes as routers.
+        prometheus_url: where Grafana finds Prometheus.
+        interval_seconds: time between two scrapes.
+    """
+    files = dict(_grafana_files(folder, prometheus_url, interval_seconds))
+    files |= dict(_prometheus_files(engines, routers, interval_seconds)) | dict(_kubernetes_files())
+    files["compose.yaml"] = _yaml(_compose())
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return [folder / name for name in files]
+
+
+def _grafana_files(folder: Path, prometheus_url: str, interval_seconds: int) -> Iterator[tuple[str, str]]:
+    yield "grafana/provisioning/datasources/kvops.yaml", _yaml(_datasource(prometheus_url, interval_seconds))
+    yield "grafana/provisioning/dashboards/kvops.yaml", _yaml(_provider(folder.absolute() / "grafana/dashboards"))
+    for uid, board in stored.dashboards().items():
+        yield f"grafana/dashboards/{uid}.json", _json(board)
+
+
+def _datasource(prometheus_url: str, interval_seconds: int) -> dict[str, Any]:
+    source = {
+        "name": "Prometheus (kvops)",
+        "uid": DATASOURCE_UID,
+        "type": "prometheus",
+        "access": "proxy",
+        "url": prometheus_url,
+        "isDefault": True,
+        # Exemplars carry request_id; the link opens the dashboard on which it is looked up. "$$" because Grafana
+        # replaces single dollars of provisioning files by environment variables.
+        "jsonData": {
+            "httpMethod": "POST",
+            # Grafana takes rates over at least four times this.
+            "timeInterval": f"{interval_seconds}s",
+            "exemplarTraceIdDestinations": [
+                {
+                    "name": "request_id",
+                    "url": "/d/kvops-request?var-request=$${__value.raw}",
+                    "urlDisplayLabel": "Request",
+                }
+            ],
+        },
+    }
+    return {"apiVersion": 1, "datasources": [source]}
+
+
+def _provider(dashboards: Path) -> dict[str, Any]:
+    provider = {
+        "name": "kvops",
+        "folder": "kvops",
+        "type": "file",
+        "allowUiUpdates": False,
+        "options": {"path": str(dashboards)},
+    }
+    return {"apiVersion": 1, "providers": [provider]}
+
+
+def _prometheus_files(engines: list[Target], routers: list[Target], interval_seconds: int) -> Iterator[tuple[str, str]]:
+    config = prometheus_config(engines, routers, interval_seconds=interval_seconds, rule_files=[_RULES_GLOB])
+    yield "prometheus/prometheus.yml", _yaml(config)
+    for name, text in stored.rule_files().items():
+        yield f"prometheus/rules/{name}", text
+
+
+def _compose() -> dict[str, Any]:
+    # The host's network, since engines and router listen on loopback unless told otherwise.
+    return {
+        "services": {
+            "prometheus": {
+                "image": "prom/prometheus:v3.5.0",
+                "network_mode": "host",
+                "command": [
+                    "--config.file=/etc/prometheus/prometheus.yml",
+                    "--web.listen-address=127.0.0.1:9090",
+                    "--enable-feature=exemplar-storage",
+                ],
+                "volumes": ["./prometheus:/etc/prometheus:ro", "prometheus-data:/prometheus"],
+            },
+            "grafana": {
+                "image": "grafana/grafana:12.2.0",
+                "network_mode": "host",
+                "environment": {"GF_SERVER_HTTP_ADDR": "127.0.0.1"},
+                "volumes": [
+                    "./grafana/provisioning:/etc/grafana/provisioning:ro",
+                    # At the same path as outside, which is what the provider file names.
+                    "./grafana/dashboards:${PWD}/grafana/dashboards:ro",
+                    "grafana-data:/var/lib/grafana",
+                ],
+            },
+        },
+        "volumes": {"prometheus-data": {}, "grafana-data": {}},
+    }
+
+
+def _kubernetes_files() -> Iterator[tuple[str, str]]:
+    for uid, board in stored.dashboards().items():
+        config_map = _object("v1", "ConfigMap", uid, _SIDECAR_LABEL) | {"data": {f"{uid}.json": _json(board)}}
+        yield f"kubernetes/dashboard-{uid}.yaml", _yaml(config_map)
+    groups = [group for text in stored.rule_files().values() for group in yaml.safe_load(text)["groups"]]
+    rule = _object("monitoring.coreos.com/v1", "PrometheusRule", "kvops", _RELEASE_LABEL) | {"spec": {"groups": groups}}
+    yield "kubernetes/rules.yaml", _yaml(rule)
+    yield "kubernetes/podmonitors.yaml", "---\n".join(_yaml(monitor) for monitor in (_engines(), _routers()))
+
+
+def _engines() -> dict[str, Any]:
+    endpoint = {
+        "port": "http",
+        "path": ENGINE_METRICS_PATH,
+        "relabelings": [
+            {"sourceLabels": ["__meta_kubernetes_pod_label_kvops_role"], "targetLabel": "role"},
+            {"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "instance"},
+        ],
+        "metricRelabelings": [
+            {
+                "sourceLabels": COLON_BACK["source_labels"],
+                "regex": COLON_BACK["regex"],
+                "targetLabel": COLON_BACK["target_label"],
+                "replacement": COLON_BACK["replacement"],
+            }
+        ],
+    }
+    return _pod_monitor("kvops-engines", ["prefill", "decode"], endpoint)
+
+
+def _routers() -> dict[str, Any]:
+    return _pod_monitor("kvops-router", ["router"], {"port": "http", "path": ROUTER_METRICS_PATH})
+
+
+def _pod_monitor(name: str, roles: list[str], endpoint: dict[str, Any]) -> dict[str, Any]:
+    chosen = {"matchExpressions": [{"key": "kvops-role", "operator": "In", "values": roles}]}
+    spec = {"namespaceSelector": {"any": True}, "selector": chosen, "podMetricsEndpoints": [endpoint]}
+    return _object("monitoring.coreos.com/v1", "PodMonitor", name, _RELEASE_LABEL) | {"spec": spec}
+
+
+def _object(api: str, kind: str, name: str, labels: dict[str, str]) -> dict[str, Any]:
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "namespace": _NAMESPACE, "labels": labels}}
+
+
+def _yaml(value: object) -> str:
+    return yaml.safe_dump(value, sort_keys=False, width=120)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,1 @@
+"""Measuring a fleet under load: workloads, the client, and the files of a run."""

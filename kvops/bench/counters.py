@@ -1,0 +1,123 @@
+"""What the engines of a leg counted: read from their ``/metrics`` before and after."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from kvops.bench.results import CellCounters, Leg, RoleCounters
+from kvops.errors import KvopsError
+from kvops.metrics_text import Samples
+from kvops_connectors.catalogue import RECOMPUTE_REASONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Counters reach /metrics a scheduler step after the answer does.
+_SETTLE_SECONDS = 5.0
+_PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+# A share of the prompts that decode may compute itself: the last token of each, and what is left of a block.
+_MOST_COMPUTED_BY_DECODE = 0.1
+
+Counted = dict[str, RoleCounters]
+
+
+async def read(session: aiohttp.ClientSession, leg: Leg) -> Counted:
+    """Return what each role of a leg has counted since its engines started.
+
+    Raises:
+        KvopsError: an engine's metrics cannot be read.
+    """
+    urls = {"prefill": leg.prefill, "decode": leg.decode}
+    return {role: _sum(await asyncio.gather(*(_scrape(session, url) for url in urls[role]))) for role in urls}
+
+
+async def settled(session: aiohttp.ClientSession, leg: Leg, before: Counted, prompt_tokens: int) -> Counted:
+    """Return what was added since ``before``, as soon as decode has accounted for ``prompt_tokens``."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        after = await read(session, leg)
+        added = {role: _difference(after[role], before[role]) for role in after}
+        decode = added["decode"]
+        accounted = decode.computed_tokens + decode.cached_tokens + decode.transferred_tokens
+        if (accounted >= prompt_tokens and _moved(added)) or time.monotonic() > deadline:
+            return added
+        await asyncio.sleep(0.05)
+
+
+def problems(counters: CellCounters) -> list[str]:
+    """Return why the figures of a cell mean nothing: one sentence each."""
+    where = f"{counters.leg}, round {counters.round + 1}, {counters.cell.input_tokens} tokens"
+    found = []
+    decode = counters.decode
+    total = decode.computed_tokens + decode.cached_tokens + decode.transferred_tokens
+    if not _moved({"prefill": counters.prefill, "decode": decode}) or not decode.transferred_tokens:
+        found.append(f"{where}: no KV moved")
+    elif decode.computed_tokens > _MOST_COMPUTED_BY_DECODE * total:
+        found.append(f"{where}: decode computed {decode.computed_tokens} of {total} prompt tokens itself")
+    if late := counters.prefill.reads_after_expiry + decode.reads_after_expiry:
+        found.append(f"{where}: {late} times KV was read after its lease or TTL had ended, so answers may be wrong")
+    return found
+
+
+def _moved(counted: Counted) -> bool:
+    return any(role.kv_bytes for role in counted.values())
+
+
+async def _scrape(session: aiohttp.ClientSession, url: str) -> RoleCounters:
+    try:
+        async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=30)) as answer:
+            samples = Samples(await answer.text())
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise KvopsError(f"cannot read {url}/metrics: {error or type(error).__name__}", "check the engine") from None
+    return RoleCounters(
+        computed_tokens=round(samples.total(_PROMPT_TOKENS, source="local_compute")),
+        cached_tokens=round(samples.total(_PROMPT_TOKENS, source="local_cache_hit")),
+        transferred_tokens=round(samples.total(_PROMPT_TOKENS, source="external_kv_transfer")),
+        recomputed_tokens={
+            reason: round(tokens)
+            for reason in RECOMPUTE_REASONS
+            if (tokens := samples.total("kvops_recompute_tokens_total", reason=reason))
+        },
+        kv_bytes=round(samples.total("vllm:nixl_bytes_transferred_sum")),
+        transfers=round(samples.total("vllm:nixl_bytes_transferred_count")),
+        transfer_seconds=samples.total("vllm:nixl_xfer_time_seconds_sum"),
+        post_seconds=samples.total("vllm:nixl_post_time_seconds_sum"),
+        descriptors=round(samples.total("vllm:nixl_num_descriptors_sum")),
+        reads_after_expiry=round(
+            max(
+                samples.total("vllm:nixl_num_notifications_after_expiry_total"),
+                samples.total("kvops_reads_after_expiry_total"),
+            )
+        ),
+        expired=round(samples.total("vllm:nixl_num_kv_expired_reqs_total")),
+    )
+
+
+def _sum(parts: Iterable[RoleCounters]) -> RoleCounters:
+    total = RoleCounters()
+    for part in parts:
+        _add(total, part, 1)
+    return total
+
+
+def _difference(after: RoleCounters, before: RoleCounters) -> RoleCounters:
+    total = RoleCounters()
+    _add(total, after, 1)
+    _add(total, before, -1)
+    total.recomputed_tokens = {reason: tokens for reason, tokens in total.recomputed_tokens.items() if tokens}
+    return total
+
+
+def _add(total: RoleCounters, part: RoleCounters, sign: int) -> None:
+    for name in RoleCounters.__struct_fields__:
+        value = getattr(part, name)
+        if isinstance(value, dict):
+            mine = getattr(total, name)
+            merged = {key: mine.get(key, 0) + sign * value.get(key, 0) for key in mine.keys() | value.keys()}
+            setattr(total, name, merged)
+        else:
+            setattr(total, name, getattr(total, name) + sign * value)

@@ -1,0 +1,99 @@
+"""The report as one HTML file that needs nothing else: no network, no script."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from kvops import __version__
+from kvops.journal import plots
+from kvops.journal.text import (
+    CELL_COLUMNS,
+    FLOW_COLUMNS,
+    HELD_COLUMNS,
+    RATIO_COLUMNS,
+    cell_rows,
+    flow_rows,
+    held_rows,
+    notes,
+    ratio_rows,
+    token_rows,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvops.journal.figures import Figures
+    from kvops.journal.intervals import Estimate
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #fff; --card: #f6f7f9; --ink: #1b1f24; --faint: #8b949e; --line: #d5dae0;
+  --s0: #0969da; --s1: #d4670a; --s2: #1a7f37; --s3: #8250df; --s4: #bf3989;
+  --s5: #9a6700; --s6: #57606a; --s7: #0a7ea4 }
+@media (prefers-color-scheme: dark) { :root { --page: #0d1117; --card: #161b22; --ink: #e6edf3; --faint: #7d8590;
+  --line: #30363d; --s0: #58a6ff; --s1: #f0883e; --s2: #3fb950; --s3: #bc8cff; --s4: #f778ba; --s5: #d29922;
+  --s6: #a3adb8; --s7: #39c5cf } }
+body { margin: 0 auto; max-width: 1360px; padding: 1rem; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 1rem }
+figure { margin: 0; padding: .75rem; background: var(--card); border: 1px solid var(--line); border-radius: 6px;
+  align-self: start }
+figcaption { font-weight: 600; margin-bottom: .25rem }
+svg { width: 100%; height: auto; display: block } svg text { font-family: system-ui, sans-serif !important }
+.scroll { overflow-x: auto } table { border-collapse: collapse;
+  font-variant-numeric: tabular-nums; white-space: nowrap }
+th, td { padding: .25rem .75rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line) }
+th { font-weight: 500; color: var(--faint) } td:nth-child(-n+2), th:nth-child(-n+2) { text-align: left }
+.note { color: var(--faint) }
+"""
+
+
+def page(
+    legs: Sequence[Figures],
+    compared: dict[str, dict[str, Estimate]] | None = None,
+    names: tuple[str, str] | None = None,
+) -> str:
+    """Return the HTML of a report on ``legs``, with the comparison of the two called ``names``."""
+    drawn = {
+        "Time to first token": plots.latency(legs, "ttft_seconds", "Time to first token"),
+        "Time per output token": plots.latency(legs, "tpot_seconds", "Time per output token"),
+        "Wait for KV by phase": plots.phases(legs),
+        "Where prompt tokens came from": plots.reuse(legs),
+        "Computed tokens by reason": plots.recomputed(legs),
+        "Held blocks": plots.held(legs),
+    }
+    if compared and names:
+        drawn |= {
+            f"{text}: {names[0]} / {names[1]}": plots.ratios(compared, field, text + " ratio")
+            for field, text in (("ttft_seconds", "TTFT"), ("tpot_seconds", "TPOT"))
+        }
+    figures = "".join(
+        f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>" for title, svg in drawn.items() if svg
+    )
+    tables = [_table("Latency and throughput", CELL_COLUMNS, cell_rows(legs))]
+    if compared and names:
+        tables.append(_table(f"{names[0]} / {names[1]}", RATIO_COLUMNS, ratio_rows(compared)))
+    tables += [
+        _table("KV on the move", FLOW_COLUMNS, flow_rows(legs)),
+        _table("Tokens", ("leg", "what", "tokens", "share"), token_rows(legs)),
+        _table("Held blocks", HELD_COLUMNS, held_rows(legs)),
+    ]
+    remarks = "".join(f'<p class="note">{escape(note)}</p>' for note in notes(legs))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,"><title>kvops report</title>'
+        f"<style>{_STYLE}</style></head><body><h1>kvops report</h1>"
+        f'<p class="note">{escape(", ".join(f"{leg.leg} ({leg.mode})" for leg in legs))}; kvops {__version__}; '
+        "brackets hold 95 % intervals</p>"
+        f'{remarks}<div class="plots">{figures}</div>{"".join(tables)}</body></html>\n'
+    )
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<h2>{escape(title)}</h2><div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
