@@ -8,8 +8,8 @@ INSTALLED := $(VENV)/installed
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # What the tests run beside Python: network namespaces, certificates, rules and queries of Prometheus, batch scripts.
-SYSTEM_PACKAGES := iproute2 openssl prometheus shellcheck
-SYSTEM_COMMANDS := ip openssl prometheus promtool shellcheck
+SYSTEM_PACKAGES := iproute2 openssl prometheus prometheus-alertmanager shellcheck
+SYSTEM_COMMANDS := ip openssl amtool prometheus promtool shellcheck
 
 .PHONY: demo test test-fast test-fleet lint clean system-packages
 

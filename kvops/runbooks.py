@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,7 @@ class Page:
 
     def code(self, language: str) -> list[str]:
         """Return the fenced blocks of a language (``promql`` or ``console``), one string each."""
-        return [block.strip() for _, found, block in _FENCE.findall(self.text) if found == language]
+        return [textwrap.dedent(block).strip() for _, found, block in _FENCE.findall(self.text) if found == language]
 
 
 class Alert(msgspec.Struct):

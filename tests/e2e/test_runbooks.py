@@ -38,7 +38,7 @@ async def prometheus(fleet: Fleet, tmp_path: Path) -> AsyncIterator[str]:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: ASYNC220
             ["prometheus", "--config.file=prometheus.yml", f"--web.listen-address={address}"],
             cwd=tmp_path,
             stdout=log,
