@@ -60,6 +60,10 @@ def draw(uid: str, board: dict, bundle: Path, out: Path, prometheus: str, start:
         ).stdout
     if "<title>drawn</title>" not in dom:
         return [f"not drawn: {re.sub('<[^>]*>', ' ', dom)[-400:]}"]
+    drawn = dom.count("data-panel=")
+    wanted = sum(panel["type"] != "row" for panel in board["panels"])
+    if drawn != wanted:
+        return [f"{drawn} of {wanted} panels were drawn"]
     bad = []
     for part in dom.split("data-panel=")[1:]:
         title = part[1 : part.index('"', 1)]
