@@ -219,7 +219,6 @@ RUNNING = Row(
                 "failure_policy": "On failure",
                 "vllm_version": "vLLM",
                 "nixl_version": "NIXL",
-                "Value": "Ranks",
             },
         ),
         series(

@@ -334,7 +334,7 @@ def _table(panel: Panel) -> table.Panel:
             models.DataTransformerConfig(
                 id_val="organize",
                 options={
-                    "excludeByName": {"Time": True},
+                    "excludeByName": {"Time": True, "Value": True},
                     "indexByName": order,
                     "renameByName": panel.columns,
                 },

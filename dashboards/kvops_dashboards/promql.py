@@ -101,6 +101,11 @@ def ratio(part: str, whole: str) -> str:
     return f"({part}) / ({whole} > 0)"
 
 
+def or_zero(expr: str, like: str) -> str:
+    """Return ``expr``, and 0 for series of ``like`` that it lacks: labels whose bad outcome never came up."""
+    return f"{expr} or 0 * {like}"
+
+
 def _sum(name: str, by: tuple[str, ...], operator: str = "sum") -> str:
     for label in by:
         _check_label(name, label)

@@ -47,7 +47,7 @@ HOW = Row(
             ("following-one-request",),
             shape="text",
             width=10,
-            height=10,
+            height=6,
             markdown=_GUIDE,
         ),
         Panel(
@@ -56,7 +56,7 @@ HOW = Row(
             ("following-one-request",),
             shape="text",
             width=14,
-            height=10,
+            height=6,
             markdown=_fields(),
         ),
     ),

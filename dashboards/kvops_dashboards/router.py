@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvops_dashboards.panels import Board, Query, Row, number, series, stacked
-from kvops_dashboards.promql import highest, increase, lowest, quantile, rate, ratio, select, total
+from kvops_dashboards.promql import highest, increase, lowest, or_zero, quantile, rate, ratio, select, total
 
 _BURN = ("KvopsHandoffErrorBudgetBurn",)
 _FAILED_LEGS = "connect|broken|timeout|http_error|overloaded|no_handle|stream_error|restarted|kv_wait"
@@ -94,8 +94,11 @@ LEGS = Row(
             ("KvopsRouterEngineOut",),
             "percentunit",
             Query(
-                ratio(
-                    rate("kvops_router_legs_total", "role", "engine", outcome=_FAILED_LEGS),
+                or_zero(
+                    ratio(
+                        rate("kvops_router_legs_total", "role", "engine", outcome=_FAILED_LEGS),
+                        rate("kvops_router_legs_total", "role", "engine"),
+                    ),
                     rate("kvops_router_legs_total", "role", "engine"),
                 ),
                 "{{role}} {{engine}}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvops_dashboards.panels import Board, Panel, Query, Row, series, stacked
-from kvops_dashboards.promql import highest, increase, lowest, mean, quantile, rate, ratio, total
+from kvops_dashboards.promql import highest, increase, lowest, mean, or_zero, quantile, rate, ratio, total
 
 NOW = Row(
     "Right now",
@@ -126,7 +126,12 @@ PEERS = Row(
             ("KvopsPeerErrors", "KvopsPeerSlow"),
             (
                 Query(increase("kvops_peer_transfers_total", "peer", "direction", outcome="ok")),
-                Query(increase("kvops_peer_transfers_total", "peer", "direction", outcome="failed")),
+                Query(
+                    or_zero(
+                        increase("kvops_peer_transfers_total", "peer", "direction", outcome="failed"),
+                        increase("kvops_peer_transfers_total", "peer", "direction"),
+                    )
+                ),
                 Query(increase("kvops_peer_bytes_total", "peer", "direction")),
                 Query(
                     f"{increase('kvops_peer_transfer_seconds_total', 'peer', 'direction')} / "

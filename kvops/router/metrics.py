@@ -6,6 +6,7 @@ import contextlib
 import time
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -46,6 +47,9 @@ class RouterMetrics:
                 self._histograms[metric.name] = Histogram(
                     metric.name, metric.help, labels, buckets=metric.buckets, registry=self.registry
                 )
+            for values in product(*(label.values for label in metric.labels)) if metric.kind == "counter" else ():
+                # A counter that appears with its first event has no increase for Prometheus to see.
+                _child(self._counters[metric.name], values)
         self._handed_over: dict[str, float] = {}
 
     def count(self, name: str, *labels: str, amount: float = 1) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -25,10 +26,12 @@ from kvops.launch.plan import Plan, Process
 from kvops.launch.rundir import RunDir
 from kvops_dashboards.scraping import Target, prometheus_config
 
-TRAFFIC_SECONDS = 100
+TRAFFIC_SECONDS = 80
 KVOPS = [sys.executable, "-m", "kvops.cli.main"]
 # Short lifetimes, so that they run out within the traffic.
-LEASE_SECONDS, TTL_SECONDS = 8, 30
+LEASE_SECONDS, TTL_SECONDS = 8, 45
+# The router leaves a handle alone in the last 30 seconds of its TTL.
+LATE_SECONDS = 20
 
 
 class Traffic:
@@ -50,23 +53,28 @@ class Traffic:
                 history += await self.ask(name, history, gone=self.random.random() < 0.08)
                 history += self.words(40)
                 late = turn == 1 and self.random.random() < 0.2
-                await asyncio.sleep(TTL_SECONDS + 3 if late else self.random.uniform(0.2, 2))
+                await asyncio.sleep(LATE_SECONDS if late else self.random.uniform(0.2, 2))
 
     async def ask(self, name: str, prompt: str, gone: bool) -> str:
         body = {"model": "kvops-tiny", "prompt": prompt, "max_tokens": 16, "stream": True, "conversation_id": name}
-        outcome = "gone" if gone else "ok"
+        outcome, text = "gone" if gone else "ok", ""
         try:
             async with asyncio.timeout(0.3 if gone else 60):
                 async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
-                    await answer.read()
+                    text = answer_text(await answer.text())
                     outcome = str(answer.status)
         except (TimeoutError, aiohttp.ClientError) as error:
             outcome = outcome if gone else type(error).__name__
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        return " answer "
+        return text
 
     def words(self, count: int) -> str:
         return " ".join(f"{self.random.randrange(10**8):08d}" for _ in range(count)) + " "
+
+
+def answer_text(stream: str) -> str:
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for event in events for choice in json.loads(event).get("choices", []))
 
 
 async def strand_on_prefill(session: aiohttp.ClientSession, prefill: Process) -> None:

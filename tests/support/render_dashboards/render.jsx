@@ -3,6 +3,7 @@ import {
   applyFieldOverrides,
   createTheme,
   FieldType,
+  formattedValueToString,
   getFieldDisplayValues,
   standardFieldConfigEditorRegistry,
   standardTransformers,
@@ -12,7 +13,6 @@ import {
 import {
   BigValue,
   PanelChrome,
-  Table,
   ThemeContext,
   TimeSeries,
 } from '@grafana/ui';
@@ -124,6 +124,24 @@ const custom = (frames, panel) => {
   return frames;
 };
 
+// Grafana's own table needs more of Grafana around it than this page has.
+function Cells({ frame }) {
+  const cell = { textAlign: 'left', padding: '4px 8px', fontSize: 13, whiteSpace: 'nowrap' };
+  const shown = (field, row) => (field.display ? formattedValueToString(field.display(field.values[row])) : field.values[row]);
+  return (
+    <table>
+      <thead>
+        <tr>{frame.fields.map((field) => <th key={field.name} style={cell}>{field.config.displayName ?? field.name}</th>)}</tr>
+      </thead>
+      <tbody>
+        {Array.from({ length: frame.length }, (_, row) => (
+          <tr key={row}>{frame.fields.map((field) => <td key={field.name} style={cell}>{shown(field, row)}</td>)}</tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
 function Body({ panel, frames, width, height }) {
   if (panel.type === 'text') {
     return <div style={{ padding: 8, whiteSpace: 'pre-wrap', fontSize: 13, overflow: 'hidden' }}>{panel.options.content}</div>;
@@ -145,7 +163,7 @@ function Body({ panel, frames, width, height }) {
     return <div data-empty style={{ padding: 20, color: '#f66' }}>no data</div>;
   }
   if (panel.type === 'table') {
-    return <Table data={frames[0]} width={width} height={height} />;
+    return <Cells frame={frames[0]} />;
   }
   return <TimeSeries frames={custom(frames, panel)} timeRange={{ from: { valueOf: () => start * 1000 }, to: { valueOf: () => end * 1000 } }}
     timeZone="utc" width={width} height={height} legend={panel.options.legend} options={panel.options} />;

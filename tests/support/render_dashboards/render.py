@@ -17,6 +17,7 @@ from pathlib import Path
 from kvops_dashboards import stored
 
 ROW_PIXELS = 38
+BLANK_BYTES = 40_000
 BROWSER = [
     "chromium",
     "--headless",
@@ -26,7 +27,7 @@ BROWSER = [
     "--force-device-scale-factor=1",
 ]
 # Grafana's components load chunks and fonts that are not there; what is drawn does not need them.
-BUDGET = "--virtual-time-budget=20000"
+BUDGET = "--virtual-time-budget=60000"
 
 
 def page(board: dict, bundle: Path, prometheus: str, start: int, end: int) -> str:
@@ -47,12 +48,22 @@ def draw(uid: str, board: dict, bundle: Path, out: Path, prometheus: str, start:
         html.write_text(page(board, bundle, prometheus, start, end))
         common = [*BROWSER, BUDGET, f"--user-data-dir={folder}/profile", f"--window-size=1440,{height}"]
         shot = out / f"{uid}.png"
-        subprocess.run([*common, f"--screenshot={shot}", html.as_uri()], check=True, capture_output=True, timeout=120)
+        for _ in range(3):
+            subprocess.run(
+                [*common, f"--screenshot={shot}", html.as_uri()], check=True, capture_output=True, timeout=120
+            )
+            # A busy machine can let the browser take the picture before the panels are there.
+            if shot.stat().st_size > BLANK_BYTES:
+                break
         dom = subprocess.run(
             [*common, "--dump-dom", html.as_uri()], check=True, capture_output=True, text=True, timeout=120
         ).stdout
     if "<title>drawn</title>" not in dom:
         return [f"not drawn: {re.sub('<[^>]*>', ' ', dom)[-400:]}"]
+    drawn = dom.count("data-panel=")
+    wanted = sum(panel["type"] != "row" for panel in board["panels"])
+    if drawn != wanted:
+        return [f"{drawn} of {wanted} panels were drawn"]
     bad = []
     for part in dom.split("data-panel=")[1:]:
         title = part[1 : part.index('"', 1)]
