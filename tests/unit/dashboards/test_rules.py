@@ -58,6 +58,7 @@ def test_a_healthy_fleet_with_traffic_fires_nothing_but_the_watchdog(tmp_path):
 
 
 @pytest.mark.system("promtool")
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ALERTS)
 def test_an_alert_fires_alone_on_its_own_trouble(name, tmp_path):
     changes = dict(CASES["fires"][name])
