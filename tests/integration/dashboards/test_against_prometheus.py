@@ -36,7 +36,7 @@ def ask(url: str) -> dict:
 
 
 def wait_for_scrapes(url: str) -> None:
-    query = f"{url}/api/v1/query?query=min(count_over_time(up%5B5m%5D))"
+    query = f"{url}/api/v1/query?query=min(sum_over_time(up%5B5m%5D))"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
@@ -82,14 +82,14 @@ def prometheus(tmp_path_factory):
 
 
 async def test_every_panel_has_data(prometheus):
-    answers = await check(prometheus, window_seconds=60, rate_window="5s")
+    answers = await check(prometheus, window_seconds=60, rate_window="1m")
     panels = [answer for answer in answers if answer.source != "rules"]
     assert len(panels) > 100
     assert [(answer.source, answer.title, answer.expr) for answer in panels if answer.state != "data"] == []
 
 
 async def test_every_rule_has_data(prometheus):
-    answers = await check(prometheus, window_seconds=60, rate_window="5s")
+    answers = await check(prometheus, window_seconds=60, rate_window="1m")
     rules = [answer for answer in answers if answer.source == "rules"]
     assert len(rules) > 50
     assert [(answer.title, answer.message or answer.expr) for answer in rules if answer.state != "data"] == []
@@ -99,7 +99,7 @@ async def test_a_query_without_data_is_named(prometheus, monkeypatch):
     board = {"title": "T", "panels": [{"title": "P", "targets": [{"expr": "kvops_nothing"}, {"expr": "sum("}]}]}
     monkeypatch.setattr("kvops_dashboards.stored.dashboards", lambda: {"t": board})
     monkeypatch.setattr("kvops_dashboards.stored.rules", list)
-    empty, broken = await check(prometheus, window_seconds=60, rate_window="5s")
+    empty, broken = await check(prometheus, window_seconds=60, rate_window="1m")
     assert (empty.title, empty.state) == ("P", "empty")
     assert broken.state == "error"
     assert "parse error" in broken.message
@@ -113,7 +113,7 @@ def test_vllm_names_keep_their_colon_though_scraped_as_openmetrics(prometheus):
 
 async def test_what_is_no_prometheus_is_said():
     with pytest.raises(KvopsError, match="no Prometheus answers"):
-        await check("http://127.0.0.1:9", window_seconds=60, rate_window="5s")
+        await check("http://127.0.0.1:9", window_seconds=60, rate_window="1m")
 
 
 def test_promtool_accepts_the_provisioned_configuration(tmp_path: Path):
