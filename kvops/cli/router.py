@@ -73,13 +73,14 @@ def command(
     """
     from kvops.router import app  # noqa: PLC0415
     from kvops.router import workers as several  # noqa: PLC0415
-    from kvops.router.settings import Limits, Settings  # noqa: PLC0415
+    from kvops.router.settings import Limits, Settings, margin_of  # noqa: PLC0415
 
     sources = _sources(prefill, decode, endpoints)
     settings = Settings(
         mode=mode,
         api_keys=tuple(_read_keys(api_key_file)) if api_key_file else (),
         decoder_ttl_seconds=decoder_ttl,
+        ttl_margin_seconds=margin_of(decoder_ttl),
         limits=Limits(requests_per_second=rate_limit),
         journal=journal,
     )

@@ -71,7 +71,7 @@ class Settings:
         deadlines: how long to wait for what.
         limits: how much to take on.
         decoder_ttl_seconds: what ``decoder_kv_blocks_ttl`` is set to on the decode engines.
-        ttl_margin_seconds: a handle this near to its end is not used: P may queue before it reads.
+        ttl_margin_seconds: a handle this near to its end is not used: P may queue before it reads (``margin_of``).
         probe_seconds: time between two health probes of an engine.
         journal: file to which one line a request is appended, None for no journal.
     """
@@ -84,3 +84,11 @@ class Settings:
     ttl_margin_seconds: float = 30.0
     probe_seconds: float = 5.0
     journal: Path | None = None
+
+
+def margin_of(decoder_ttl_seconds: float) -> float:
+    """Return how long before its end a handle is no longer used: 30 s, but never more than a quarter of the TTL.
+
+    With a fixed margin, a TTL of that length would leave every handle unused without an error anywhere.
+    """
+    return min(30.0, decoder_ttl_seconds / 4)
