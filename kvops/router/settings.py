@@ -61,6 +61,9 @@ class Limits:
     conversation_bytes: int = 256 * 1024 * 1024
 
 
+TTL_MARGIN_SECONDS = 30.0
+
+
 @dataclass(frozen=True)
 class Settings:
     """The router's settings.
@@ -81,7 +84,7 @@ class Settings:
     deadlines: Deadlines = Deadlines()
     limits: Limits = Limits()
     decoder_ttl_seconds: float = 480.0
-    ttl_margin_seconds: float = 30.0
+    ttl_margin_seconds: float = TTL_MARGIN_SECONDS
     probe_seconds: float = 5.0
     journal: Path | None = None
 
@@ -91,4 +94,4 @@ def margin_of(decoder_ttl_seconds: float) -> float:
 
     With a fixed margin, a TTL of that length would leave every handle unused without an error anywhere.
     """
-    return min(30.0, decoder_ttl_seconds / 4)
+    return min(TTL_MARGIN_SECONDS, decoder_ttl_seconds / 4)
