@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.nixl_utils import NixlWrapper
 
 from kvops_connectors import settings as settings_module
+from kvops_connectors.affinity import kept_affinity
 from kvops_connectors.journal import Engine, Writer
 from kvops_connectors.progress import progress_delay
 from kvops_connectors.scheduler import SchedulerInstrument
@@ -46,7 +47,8 @@ class Instrumented:
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         settings = settings_module.load(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
-        with progress_delay(NixlWrapper, settings.nixl_progress_delay_microseconds):
+        delay = settings.nixl_progress_delay_microseconds
+        with progress_delay(NixlWrapper, delay), kept_affinity(settings.cpu_affinity):
             super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         self._kvops_scheduler: SchedulerInstrument | None = None
         self._kvops_worker: WorkerInstrument | None = None

@@ -56,4 +56,5 @@ def test_the_mends_that_are_on_are_named():
         "single_load",
         "valid_handle",
         "push_timeout",
+        "cpu_affinity",
     )
