@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # More than a screen can show; a journal of a bad day holds millions.
+MIN_ID_PREFIX = 8
 MAX_REQUESTS = 1000
 
 
@@ -120,8 +121,16 @@ class Request:
 
 
 def find_by_id(lines: Lines, wanted: str) -> list[Request]:
-    """Return the requests that anybody knows under the id ``wanted``, with all their lines."""
-    return _with_all_lines(lines, _legs_where(lines, lambda line: wanted in names_of(line), wanted))
+    """Return the requests that anybody knows under the id ``wanted``, with all their lines.
+
+    The first ``MIN_ID_PREFIX`` characters of an id or more stand for the whole, as tables show no more of it.
+    """
+
+    def named(line: Line) -> bool:
+        names = names_of(line)
+        return wanted in names or (len(wanted) >= MIN_ID_PREFIX and any(name.startswith(wanted) for name in names))
+
+    return _with_all_lines(lines, _legs_where(lines, named, wanted))
 
 
 def find_by_conversation(lines: Lines, conversation: str) -> list[Request]:

@@ -109,7 +109,7 @@ def trace(*args: str) -> Result:
     return CliRunner().invoke(main, ["trace", *args], env={"COLUMNS": "80", "TZ": "UTC"})
 
 
-@pytest.mark.parametrize("name", ["my-request", LEG, f"chatcmpl-{LEG}", f"chatcmpl-{LEG}-a3c884e6"])
+@pytest.mark.parametrize("name", ["my-request", LEG, LEG[:12], f"chatcmpl-{LEG}", f"chatcmpl-{LEG}-a3c884e6"])
 def test_a_request_is_found_under_every_name_it_has(journal: Path, name: str) -> None:
     found = find_by_id(Lines(journal), name)
     assert [(len(request.records), len(request.holds), request.router is not None) for request in found] == [
@@ -120,6 +120,10 @@ def test_a_request_is_found_under_every_name_it_has(journal: Path, name: str) ->
 @pytest.mark.parametrize("base_id", [f"chatcmpl-{LEG}", f"cmpl-{LEG}-0", f"2_chatcmpl-{LEG}", f"generate-tokens-{LEG}"])
 def test_the_legs_id_is_what_vllm_was_given(base_id: str) -> None:
     assert legs_of(prefill_line(request=RequestIds("x", base_id))) == {LEG}
+
+
+def test_a_few_characters_are_no_id(journal: Path) -> None:
+    assert find_by_id(Lines(journal), LEG[:4]) == []
 
 
 def test_other_requests_stay_out(journal: Path) -> None:
