@@ -100,4 +100,5 @@ def test_every_command_of_every_page_runs(fleet: Fleet) -> None:
     for words in sorted(shlex.split(line) for line in lines if line.startswith("kvops ")):
         done = kvops(*words[1:])
         assert done.returncode in {0, 1}, (words, done.stdout, done.stderr)
-        assert "Traceback" not in done.stdout + done.stderr, words
+        # An engine's own traceback may stand in its log; one of kvops would go to standard error.
+        assert "Traceback" not in done.stderr, words
