@@ -16,8 +16,6 @@ from kvops_connectors.catalogue import ROUTER
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvops.router.journal import LegRecord
-
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
@@ -63,16 +61,6 @@ class RouterMetrics:
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge."""
         _child(self._gauges[name], labels).set(value)
-
-    @contextmanager
-    def leg(self, leg: LegRecord) -> Iterator[None]:
-        """Measure and count a leg for as long as the block runs."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.observe("kvops_router_leg_seconds", time.perf_counter() - started, leg.role, leg.engine)
-            self.count("kvops_router_legs_total", leg.role, leg.engine, leg.outcome)
 
     @contextmanager
     def handed_over(self, attempt_id: str) -> Iterator[None]:
