@@ -197,7 +197,10 @@ class Front:
 
     async def _readyz(self, _: Request) -> Response:
         router = self._router
-        able = {pool.role: sum(e.takes_requests() for e in pool.endpoints) for pool in (router.prefill, router.decode)}
+        able = {
+            pool.role: sum(endpoint.has_answered and endpoint.takes_requests() for endpoint in pool.endpoints)
+            for pool in (router.prefill, router.decode)
+        }
         content = msgspec.json.encode({"mode": router.settings.mode, "engines": able})
         return json_response(200 if all(able.values()) else 503, content)
 

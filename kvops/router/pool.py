@@ -41,6 +41,7 @@ class Endpoint:
         identity: its NIXL side, once it is known.
         transfer_mode: push or pull, once it is known.
         bidirectional: whether it reads KV back, None where it does not say.
+        has_answered: whether it has ever answered a probe or a request.
     """
 
     def __init__(self, role: Role, url: str, rank: int | None = None) -> None:
@@ -59,6 +60,7 @@ class Endpoint:
         self.identity: Identity | None = None
         self.transfer_mode: str | None = None
         self.bidirectional: bool | None = None
+        self.has_answered = False
         self._failures = 0
         self._missed_probes = 0
         self._down_until: float | None = None
@@ -92,6 +94,7 @@ class Endpoint:
 
     def succeeded(self) -> None:
         """Note an answer: the engine is up, whatever a probe that waited in the same queue says."""
+        self.has_answered = True
         self._failures = 0
         self._missed_probes = 0
         self._down_until = None
@@ -109,7 +112,9 @@ class Endpoint:
             self._missed_probes += _MISSED[outcome]
             if self._missed_probes >= _MISSED_TO_DOWN:
                 self._rest()
-        elif self._missed_probes:
+            return
+        self.has_answered = True
+        if self._missed_probes:
             if self._missed_probes >= _MISSED_TO_DOWN and self._down_until is not None:
                 self._down_until = time.monotonic()
             self._missed_probes = 0
