@@ -7,6 +7,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 from engine_pair import (
     BLOCK_BYTES,
@@ -45,7 +46,7 @@ def hasty(fleet: Fleet) -> Pair:
     return Pair(fleet["prefill"], fleet["hasty-decode"])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def address(push_fleet: Fleet) -> dict[str, Any]:
     """Prefill's coordinates, which a push router knows before prefill has answered."""
     pair = Pair(push_fleet["prefill"], push_fleet["decode"])
@@ -163,6 +164,36 @@ def test_a_client_that_hangs_up_while_decode_waits_leaves_no_blocks(hasty: Pair,
     record = hasty.decode.record(request_id)
     assert (record.outcome, record.status) == ("aborted", "FINISHED_ABORTED")
     assert eventually(lambda: hasty.decode.kv_usage() == 0, GIVEN_UP_SECONDS)
+
+
+# A handshake that fails.
+
+
+def engine_core(engine: Engine) -> psutil.Process:
+    """Return the process that answers handshakes."""
+    assert engine.process is not None
+    children = psutil.Process(engine.process.pid).children(recursive=True)
+    return next(child for child in children if child.name().startswith("VLLM::EngineCor"))
+
+
+def test_a_write_whose_handshake_failed_is_begun_again(fleet: Fleet, address: dict[str, Any]):
+    """Decode, which prefill meets for the first time, answers its handshake only after vLLM's 5 seconds."""
+    pair = Pair(fleet["prefill"], fleet["stock-decode"])
+    request_id, prompt = uuid.uuid4().hex, tokens(300)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(pair.decode_leg, prompt, registration(address, request_id), request_id)
+        assert eventually(lambda: pair.decode.metrics().total("vllm:num_requests_waiting") == 1)
+        time.sleep(1)
+        core = engine_core(pair.decode)
+        core.suspend()
+        try:
+            assert pair.prefill_leg(prompt, request_id=request_id).status == 200
+            assert eventually(lambda: "push_handshake_failed" in pair.prefill.log(), 30)
+        finally:
+            core.resume()
+        assert waiting.result(60).token_ids == alone(pair.decode, prompt)
+    assert pair.prefill.hold_end(request_id).hold.ended_by == "read"
+    assert eventually(lambda: pair.prefill.metrics().total("kvops_mends_total", mend="push_retry") >= 1)
 
 
 def test_stock_decode_waits_for_ever(fleet: Fleet, address: dict[str, Any]):
