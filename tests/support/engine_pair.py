@@ -17,10 +17,15 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from kvops.tiny_model import KV_BYTES_PER_TOKEN, default_path, ensure_model
 from kvops_connectors import journal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
@@ -150,6 +155,18 @@ class Engine:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(10)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Keep the process that answers handshakes from running."""
+        assert self.process is not None
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        core = next(child for child in children if child.name().startswith("VLLM::Engine"))
+        core.suspend()
+        try:
+            yield
+        finally:
+            core.resume()
 
     def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=100)

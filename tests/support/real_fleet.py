@@ -17,6 +17,7 @@ from kvops.launch.canary import make_prompt
 from kvops.launch.plan import Plan, Process
 from kvops.launch.rundir import FleetState, RunDir
 from kvops.metrics_text import Samples
+from kvops_connectors import journal
 
 BLOCK_TOKENS = 32
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -75,6 +76,10 @@ class Fleet:
             client.get(self.process(name).url + "/metrics") as answer,
         ):
             return Samples(await answer.text())
+
+    def journal(self, name: str) -> list[journal.Line]:
+        files = sorted(self.run_dir.journal_dir.glob(f"{name}.dp*.jsonl*"))
+        return [journal.decode(line) for file in files for line in file.read_bytes().splitlines()]
 
     async def transferred_tokens(self) -> float:
         """Return the prompt tokens that all decode engines took from prefill so far."""
