@@ -147,6 +147,18 @@ def test_a_request_without_params_is_recorded_too(pair: Pair):
     assert (record.outcome, record.direction, record.tokens.recomputed) == ("ok", None, {"new_tokens": 100})
 
 
+def test_an_openmetrics_scrape_names_the_request_behind_a_figure(pair: Pair):
+    answer = pair.turn(tokens(100))
+    loaded = pair.decode.record(answer.id)
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+
+    def exemplars() -> list[str]:
+        text = pair.decode.call("GET", "/metrics", headers=accept)[1]
+        return [line for line in text.splitlines() if line.startswith("kvops_") and loaded.request.id in line]
+
+    assert any("kvops_request_kv_wait_seconds_bucket" in line for line in eventually(exemplars))
+
+
 # Later turns: prefill reads decode's blocks back.
 
 
