@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -211,3 +212,18 @@ def test_all_sums_agree(fleet: Fleet, name: str):
     assert sent == ended
     assert (sent > 0) == (name != "prefill")
     assert metrics.total("kvops_reads_after_expiry_total") == 0
+
+
+# The end: prefill dies.
+
+
+def test_prefill_killed_while_decode_waits_fails_the_request_and_frees_its_blocks(hasty: Pair, address: dict[str, Any]):
+    request_id = uuid.uuid4().hex
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(hasty.decode_leg, tokens(300), registration(address, request_id), request_id)
+        assert eventually(lambda: hasty.decode.metrics().total("kvops_requests_waiting_kv") == 1)
+        hasty.prefill.stop(signal.SIGKILL)
+        assert waiting.result(60).status == 500
+    record = hasty.decode.record(request_id)
+    assert (record.outcome, record.error) == ("failed", "push_timeout")
+    assert eventually(lambda: hasty.decode.kv_usage() == 0)
