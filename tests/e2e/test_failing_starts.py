@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from kvops.launch.processes import pids_of_run
 from kvops.launch.rundir import RunDir
-from real_fleet import (
-    kill,
-    kvops,
-    write,
-)
+from real_fleet import kill, kvops, write
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone(stage: contextlib.ExitStack) -> None:
+    stage.close()
 
 
 def test_a_prefill_that_fails_to_start_is_explained(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from kvops.launch.canary import make_prompt
 from kvops.tiny_model import KV_BYTES_PER_TOKEN
 from real_fleet import BLOCK_TOKENS, CHAT, COMPLETIONS, Fleet, Up, completion, delta_of, text_of, write
 
-pytestmark = pytest.mark.fleet
 TURNS = 4
 # Prefill that forgets must read the history from decode, or compute it.
 CONFIG = "prefill: {args: [--no-enable-prefix-caching]}\n"
