@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kvops.doctor.parsers import whole_number
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -87,12 +89,12 @@ class Engine:
     def side_channel_port(self) -> int:
         """Return the base port of the side channel, 0 when it is not a number."""
         text = self.env.get("VLLM_NIXL_SIDE_CHANNEL_PORT", str(SIDE_CHANNEL_PORT))
-        return int(text) if text.isdecimal() else 0
+        return whole_number(text) or 0
 
     def number(self, name: str, default: int = 1) -> int:
         """Return an integer option, the default when it is not given or not a number."""
-        value = self.option(name)
-        return int(value) if value.isdecimal() else default
+        value = whole_number(self.option(name))
+        return default if value is None else value
 
     @property
     def tensor_parallel(self) -> int:

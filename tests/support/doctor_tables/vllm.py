@@ -105,6 +105,18 @@ CASES = (
     Case("VL-11", PASS, "fit", decode_has("-tp", "16")),
     Case("VL-12", FAIL, "transfer mode", lambda s: set_config(s.peer, top={"kv_connector": "NixlPushConnector"})),
     Case("VL-12", FAIL, "speculation", decode_has("--speculative-config", '{"method": "mtp"}')),
+    Case(
+        "VL-12",
+        PASS,
+        "agree",
+        both_have(
+            "--speculative-config",
+            '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 1}',
+            '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}',
+        ),
+    ),
+    Case("VL-12", PASS, "agree", decode_has("--speculative-config", '{"method": "ngram"}')),
+    Case("VL-12", WARN, "bidirectional_kv_xfer", lambda s: set_config(s.peer, bidirectional_kv_xfer=True)),
     Case("VL-13", WARN, "does not check", lambda s: set_config(s.host, enforce_handshake_compat=False)),
     Case("VL-14", WARN, "recomputes", lambda s: set_config(s.host, top={"kv_load_failure_policy": "recompute"})),
     Case("VL-14", WARN, "does not read it", misplace_policy),

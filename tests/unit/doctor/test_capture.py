@@ -15,6 +15,7 @@ from doctor_hosts import HEALTHY, LOG, Fixture, p5en
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvops.doctor import manifest
 from kvops.doctor.capture import capture, write
 from kvops.doctor.facts import Facts
 from kvops.doctor.redact import Redactor
@@ -138,6 +139,56 @@ def test_a_planted_secret_is_gone_from_every_place(secret: tuple[str, str], ever
     members = capture(host.host())
     leaks = [name for name, data in members.items() if value.encode() in data or value in name]
     assert leaks == []
+
+
+def everything_of_the_manifest(line: str) -> Fixture:
+    """A host on which every path and every command of the manifest says the same line."""
+    host = p5en()
+    for pattern in manifest.PATHS:
+        path = pattern.removesuffix("->").rstrip("/").replace("*", "x0")
+        if pattern.endswith("/"):
+            host.listing(path, line.replace("/", "_"))
+        elif pattern.endswith("->"):
+            host.link(path, line)
+        else:
+            host.file(path, f"{line}\n")
+        for place, _ in enumerate(pattern.split("/")):
+            if pattern.split("/")[place].startswith("*"):
+                host.listing("/".join(path.split("/")[:place]), "x0")
+    for argv in (*manifest.COMMANDS, *manifest.FOR_PEOPLE, manifest.GDRCOPY_SANITY):
+        host.commands[argv] = (f"efa nvidia vllm:nixl_x {line}\n", f"{line}\n", 0)
+    return host
+
+
+@given(secret=planted())
+def test_a_planted_secret_is_gone_from_every_place_of_the_manifest(secret: tuple[str, str]) -> None:
+    value, line = secret
+    members = capture(everything_of_the_manifest(line).host())
+    captured = {" ".join(entry["argv"]) for entry in json.loads(members["commands/index.json"])}
+    assert {" ".join(argv) for argv in (*manifest.COMMANDS, *manifest.FOR_PEOPLE)} <= captured
+    leaks = [name for name, data in members.items() if value.encode() in data or value in name]
+    assert leaks == []
+
+
+def test_every_path_of_the_manifest_is_captured() -> None:
+    members = capture(everything_of_the_manifest("x").host())
+    for pattern in manifest.PATHS:
+        path = pattern.removesuffix("->").rstrip("/").replace("*", "x0")
+        suffix = "/.listing" if pattern.endswith("/") else ".link" if pattern.endswith("->") else ""
+        assert f"root{path}{suffix}" in members, pattern
+
+
+def test_other_peoples_processes_on_a_gpu_stay_on_the_machine() -> None:
+    text = (
+        "    Product Name                          : NVIDIA H200\n    Serial Number                         : 1650123456789\n"
+        "    Processes\n        Process ID                        : 77\n            Type                          : C\n"
+        "            Name                          : /home/alice/secret-project/train.py\n"
+    )
+    data = capture(p5en().command("nvidia-smi -q", text).host())
+    said = b"".join(data.values())
+    assert b"NVIDIA H200" in said
+    assert b"secret-project" not in said
+    assert b"1650123456789" not in said
 
 
 @given(secret=planted())
