@@ -175,7 +175,7 @@ def _workers(facts: Facts) -> list[int]:
 )
 def aborting_variables(facts: Facts) -> Finding:
     """Libfabric stops the process on these, or refuses every endpoint."""
-    return worst(_aborting(facts), passed("none is set"))
+    return worst(_aborting(facts), passed("no variable makes EFA abort"))
 
 
 def _aborting(facts: Facts) -> Iterator[Finding]:
@@ -214,7 +214,7 @@ def _aborting(facts: Facts) -> Iterator[Finding]:
 )
 def downgrading_variables(facts: Facts) -> Finding:
     """Everything still works, over TCP or through host memory."""
-    return worst(_downgrading(facts), passed("none is set"))
+    return worst(_downgrading(facts), passed("no variable turns libfabric away from EFA"))
 
 
 def _downgrading(facts: Facts) -> Iterator[Finding]:
@@ -259,7 +259,7 @@ def legacy_variables(facts: Facts) -> Finding:
         strange = [name for name in env if name.startswith("FI_EFA_") and known and name not in known]
         if strange and strange[0] not in (*REMOVED_VARIABLES, *LEGACY_VARIABLES):
             return warned(f"{owner} sets {strange[0]}, which libfabric does not know", "not in fi_info -e")
-    return passed("none is set") if known else unknown("fi_info -e lists no variable")
+    return passed("no legacy or unknown variable is set") if known else unknown("fi_info -e lists no variable")
 
 
 @check(

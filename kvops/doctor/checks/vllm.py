@@ -50,6 +50,10 @@ def _comparable(value: str) -> object:
         return value.rstrip("/")
 
 
+def _as_warning(found: Finding) -> Finding:
+    return found if found.state is State.PASS else warned(found.message, found.evidence)
+
+
 def _option(name: str) -> Callable[[Engine], str]:
     return lambda engine: engine.option(name)
 
@@ -114,14 +118,18 @@ def side_channel_ports(facts: Facts) -> Finding:
     "VL-03",
     "Prefill and decode have a NIXL backend in common",
     evidence="--kv-transfer-config of both: kv_connector_extra_config.backends",
-    rule="FAIL if they differ",
+    rule="FAIL if they have none in common, WARN if they differ",
     fix="Set the same backends on both sides",
     sources=("NIXL-PLUGIN",),
     applies=(conditions.pair,),
+    quick=True,
 )
 def backends(facts: Facts) -> Finding:
-    """NIXL finds no common backend, and every transfer fails."""
-    return _differs(facts, "NIXL backends", lambda engine: ", ".join(sorted(engine.backends)))
+    """Without a common backend NIXL fails every transfer."""
+    found = _differs(facts, "NIXL backends", lambda engine: ", ".join(sorted(engine.backends)))
+    if found.state is State.FAIL and all(set(p.backends) & set(d.backends) for p, d in facts.engine_pairs):
+        return warned("prefill and decode have different NIXL backends, and one in common", found.evidence)
+    return found
 
 
 @check(
@@ -152,25 +160,28 @@ def vllm_version(facts: Facts) -> Finding:
 def nixl_version(facts: Facts) -> Finding:
     """Agents exchange their metadata in NIXL's own format, which is not promised to stay."""
     names = ("nixl", "nixl-cu12", "nixl-cu13")
-    found = _differs(facts, "NIXL version", lambda engine: _installed(facts, engine, names))
-    return found if found.state is State.PASS else warned(found.message, found.evidence)
+    return _as_warning(_differs(facts, "NIXL version", lambda engine: _installed(facts, engine, names)))
 
 
 @check(
     "VL-06",
     "Prefill and decode serve one model in one type",
     evidence="command lines of both: model, --revision, --dtype, --quantization, --hf-overrides",
-    rule="FAIL if one differs, WARN if one side leaves revision, dtype or quantization to vLLM",
+    rule=(
+        "FAIL if one differs, WARN if one side leaves revision or dtype to vLLM; WARN for another quantization, which "
+        "is not in the hash"
+    ),
     fix="Start both with the same model and dtype",
     sources=("VLLM-META",),
     applies=(conditions.pair,),
+    quick=True,
 )
 def model(facts: Facts) -> Finding:
     """Model, dtype, KV heads, head size and layers are in the hash that the handshake compares."""
     findings = [_differs(facts, "model", lambda engine: engine.model)]
     findings += [_differs(facts, "--hf-overrides", _option("--hf-overrides"))]
-    names = ("--revision", "--dtype", "--quantization")
-    findings += [_differs(facts, name, _option(name), chosen_by_vllm=True) for name in names]
+    findings += [_differs(facts, name, _option(name), chosen_by_vllm=True) for name in ("--revision", "--dtype")]
+    findings += [_as_warning(_differs(facts, "--quantization", _option("--quantization")))]
     return worst(findings, passed(""))
 
 
@@ -200,6 +211,7 @@ def attention_backend(facts: Facts) -> Finding:
     fix="Set the same --kv-cache-dtype on both sides",
     sources=("VLLM-COMPAT",),
     applies=(conditions.pair,),
+    quick=True,
 )
 def cache_dtype(facts: Facts) -> Finding:
     """A block of fp8 is half as long as one of bfloat16."""
@@ -237,6 +249,7 @@ def cache_layout(facts: Facts) -> Finding:
     fix="Set the same --block-size on both sides",
     sources=("VLLM-COMPAT", "vllm#42895"),
     applies=(conditions.pair,),
+    quick=True,
 )
 def block_size(facts: Facts) -> Finding:
     """Block ids of one side mean nothing on the other when the blocks differ."""
@@ -257,6 +270,7 @@ def block_size(facts: Facts) -> Finding:
     fix="Give both the same size, or decode a multiple of prefill's",
     sources=("VLLM-COMPAT", "vllm#43523"),
     applies=(conditions.pair,),
+    quick=True,
 )
 def tensor_parallelism(facts: Facts) -> Finding:
     """Each decode rank reads its heads from the ranks of prefill that hold them."""
@@ -281,6 +295,7 @@ def tensor_parallelism(facts: Facts) -> Finding:
     fix="Start both with the same options",
     sources=("VLLM-META",),
     applies=(conditions.pair,),
+    quick=True,
 )
 def modes(facts: Facts) -> Finding:
     """These are in the hash that the handshake compares: a pull engine cannot talk to a push engine."""
@@ -301,8 +316,11 @@ def modes(facts: Facts) -> Finding:
 
 def _bidirectional(facts: Facts) -> Finding:
     """Return a warning where one side alone would read back: nothing fails then, and nothing is saved."""
-    found = _differs(facts, "bidirectional_kv_xfer", lambda e: str(bool(e.extra_config.get("bidirectional_kv_xfer"))))
-    return found if found.state is State.PASS else warned(found.message, found.evidence)
+
+    def value(engine: Engine) -> str:
+        return "true" if engine.extra_config.get("bidirectional_kv_xfer") else "false"
+
+    return _as_warning(_differs(facts, "bidirectional_kv_xfer", value))
 
 
 def _hashed_speculation(engine: Engine) -> str:

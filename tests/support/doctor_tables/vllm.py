@@ -84,6 +84,8 @@ CASES = (
     Case("VL-02", UNKNOWN, "denied", hide_environment, colocated),
     Case("VL-02", FAIL, "no valid", lambda s: s.host.env(VLLM_NIXL_SIDE_CHANNEL_PORT="abc")),
     Case("VL-03", FAIL, "LIBFABRIC", lambda s: set_config(s.peer, backends=None)),
+    Case("VL-03", WARN, "one in common", lambda s: set_config(s.peer, backends=["LIBFABRIC", "UCX"])),
+    Case("VL-06", WARN, "--quantization", decode_has("--quantization", "fp8")),
     Case("VL-04", FAIL, "0.31.0", lambda s: s.peer.listings[SITE].__setitem__(0, "vllm-0.31.0.dist-info")),
     Case("VL-05", WARN, "1.4.0", lambda s: s.peer.listings[SITE].__setitem__(1, "nixl-1.4.0.dist-info")),
     Case("VL-06", WARN, "--dtype", decode_has("--dtype", "float16")),

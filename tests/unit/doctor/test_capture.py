@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -51,11 +52,16 @@ def test_two_engines_of_a_host_are_captured() -> None:
     assert states(recapture(colocated().host)) == states(colocated().host.host())
 
 
+def without_addresses(host: Host) -> list[str]:
+    """Return every finding, with one word for whatever a capture hides of an engine that happens to run here."""
+    address = r"<[a-z0-9]+-\d+>|\b\d{1,3}(?:\.\d{1,3}){3}\b"
+    return [re.sub(address, "<address>", f"{result.check.id} {result.finding}") for result in run(Facts(host)).results]
+
+
 def test_this_machine_read_back_gives_the_same_findings() -> None:
     live = live_host()
-    before = [result.finding for result in run(Facts(live)).results]
-    after = [result.finding for result in run(Facts(SnapshotHost(capture(live)))).results]
-    assert after == before
+    before = without_addresses(live)
+    assert without_addresses(SnapshotHost(capture(live))) == before
 
 
 @pytest.fixture
