@@ -30,17 +30,19 @@ class Engine:
     home: Facts | None = field(default=None, compare=False, repr=False)
 
     def option(self, name: str, default: str = "") -> str:
-        """Return the value of a command-line option in any of its spellings; the default when it is not given."""
+        """Return the value of a command-line option in any of its spellings; the default when it is not given.
+
+        Of several values the last one counts, as for vLLM's own parser.
+        """
         spellings = {name, name.replace("-", "_").replace("__", "--", 1), SHORT_OPTIONS.get(name, name)}
-        for position, word in enumerate(self.argv):
-            given, equals, value = word.partition("=")
-            if given not in spellings:
-                continue
-            if equals:
-                return value
-            following = self.argv[position + 1 : position + 2]
-            return following[0] if following and not following[0].startswith("--") else "true"
-        return default
+        given = [place for place, word in enumerate(self.argv) if word.partition("=")[0] in spellings]
+        if not given:
+            return default
+        _, equals, value = self.argv[given[-1]].partition("=")
+        if equals:
+            return value
+        following = self.argv[given[-1] + 1 : given[-1] + 2]
+        return following[0] if following and not following[0].startswith("--") else "true"
 
     @cached_property
     def model(self) -> str:
