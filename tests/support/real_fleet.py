@@ -303,3 +303,17 @@ def delta_of(event: dict[str, Any]) -> str:
     choice = event["choices"][0]
     text: str = choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
     return text
+
+
+async def served(fleet: Fleet, name: str) -> float:
+    return (await fleet.metrics(name)).total("vllm:request_success_total")
+
+
+def failed_checks(prefill: str, decode: str) -> dict[str, str]:
+    """Return what ``kvops doctor --pair`` says of each check that fails for two running engines."""
+    result = kvops("doctor", "--pair", prefill, decode, "--json")
+    report = json.loads(result.stdout)
+    found = {entry["id"]: entry["message"] for entry in report["findings"] if entry["state"] == "fail"}
+    assert result.returncode == bool(found)
+    assert {"VL-06", "VL-08", "VL-12"} <= {e["id"] for e in report["findings"] if e["state"] in ("pass", "fail")}
+    return found
