@@ -101,7 +101,7 @@ class Session:
                 # What was measured so far is kept, under a verdict that says what is missing.
                 if not self.results:
                     raise
-                self._problems.append(f"the run ended early: {problem or 'it was interrupted'}")
+                self._problems.append(f"the run ended early: {str(problem) or 'it was interrupted'}")
             run = self._summary(started)
             self._writer.finish(run)
         return run
