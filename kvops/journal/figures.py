@@ -333,6 +333,9 @@ def _row(request: results.RequestResult) -> tuple[float, ...]:
 def _cell_name(kind: str, request: results.RequestResult) -> str:
     if kind == "turns":
         return f"turn {request.turn}"
+    if kind == "imported":
+        known = f", {request.cell.rate_per_second:g} req/s" if request.cell.rate_per_second else ""
+        return f"about {request.cell.input_tokens} tokens{known}"
     rate = f"{request.cell.rate_per_second:g} req/s" if request.cell.rate_per_second else "one at a time"
     return f"{request.cell.input_tokens} tokens, {rate}"
 
