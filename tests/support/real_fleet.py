@@ -305,10 +305,6 @@ def delta_of(event: dict[str, Any]) -> str:
     return text
 
 
-async def served(fleet: Fleet, name: str) -> float:
-    return (await fleet.metrics(name)).total("vllm:request_success_total")
-
-
 def failed_checks(prefill: str, decode: str) -> dict[str, str]:
     """Return what ``kvops doctor --pair`` says of each check that fails for two running engines."""
     result = kvops("doctor", "--pair", prefill, decode, "--json")
