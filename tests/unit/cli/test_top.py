@@ -70,3 +70,13 @@ def test_no_figure_is_cut_on_80_columns() -> None:
     assert header == "engine run wait KV held in/s by KV out/s KV/s KV wait oldest bad"
     assert line == "10.0.12.131:8200 999 999 100% 9999 152k 100% 12k 12.4 GB 999 ms 12 s 999"
     assert rest == []
+
+
+def test_without_a_fleet_it_says_what_to_do() -> None:
+    result = CliRunner().invoke(main, ["top"])
+    assert (result.exit_code, "no fleet named default is running" in result.output) == (2, True)
+
+
+def test_engines_that_do_not_answer_are_named() -> None:
+    result = CliRunner().invoke(main, ["top", "http://127.0.0.1:1"])
+    assert (result.exit_code, "http://127.0.0.1:1" in result.output) == (2, True)
