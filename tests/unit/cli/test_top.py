@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 
+from click.testing import CliRunner
 from rich.console import Console
 
+from kvops.cli.main import main
 from kvops.cli.top import Row, row_of, table_of
 from kvops.metrics_text import Samples
 
