@@ -276,9 +276,10 @@ class SchedulerInstrument:
 
     def _push_retried(self, event: events.PushRetried) -> None:
         hold = self._holds.get(event.request_id)
-        if hold is not None:
+        # Once for all ranks.
+        if hold is not None and hold.failed:
             hold.failed = None
-        self.samples.count("kvops_mends_total", 1, "push_retry")
+            self.samples.count("kvops_mends_total", 1, "push_retry")
 
     def _registration_sent(self, event: events.RegistrationSent) -> None:
         followed = self._open.get(event.request_id)
