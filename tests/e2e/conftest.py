@@ -26,15 +26,22 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def up() -> Iterator[Up]:
-    """Bring up fleets that live until the module's last test."""
+@pytest.fixture(scope="session")
+def stage(_own_folders: None) -> Iterator[contextlib.ExitStack]:
+    """Hold what ends the fleet that is up; close it before another one, for two would starve each other."""
     with contextlib.ExitStack() as stack:
+        yield stack
 
-        def bring_up(name: str, *args: str) -> Fleet:
-            stack.callback(kvops, "down", "--name", name)
-            result = kvops("up", "-d", "--preset", "cpu-demo", "--name", name, *args)
-            assert result.returncode == 0, result.stdout + result.stderr
-            return Fleet(name)
 
-        yield bring_up
+@pytest.fixture(scope="session")
+def up(stage: contextlib.ExitStack) -> Up:
+    """Bring up a fleet that lives until the next one."""
+
+    def bring_up(name: str, *args: str) -> Fleet:
+        stage.close()
+        stage.callback(kvops, "down", "--name", name)
+        result = kvops("up", "-d", "--preset", "cpu-demo", "--name", name, *args)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return Fleet(name)
+
+    return bring_up

@@ -20,6 +20,7 @@ from real_fleet import (
     chat,
     completion,
     delta_of,
+    failed_checks,
     held_blocks_share,
     kill,
     kvops,
@@ -40,6 +41,10 @@ async def test_the_canary_names_the_bytes_that_moved(fleet: Fleet) -> None:
     blocks = -(-canary.prompt_tokens // BLOCK_TOKENS)
     assert canary.kv_bytes == blocks * BLOCK_TOKENS * KV_BYTES_PER_TOKEN
     assert canary.kv_tokens == canary.prompt_tokens
+
+
+def test_the_doctor_finds_no_fault_between_prefill_and_decode(fleet: Fleet) -> None:
+    assert failed_checks(f"{fleet.name}/prefill-0", f"{fleet.name}/decode-0") == {}
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion), (CHAT, chat)])
