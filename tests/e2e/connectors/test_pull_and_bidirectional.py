@@ -77,7 +77,7 @@ def missing(struct: Any, path: str = "") -> list[str]:
 
 
 def test_a_client_that_hangs_up_before_the_first_handshake_leaves_no_blocks(fleet: Fleet):
-    pair = Pair(fleet["stock-prefill"], fleet["decode"])
+    pair = Pair(fleet["stock"], fleet["decode"])
     prompt = tokens(200)
     first = pair.prefill_leg(prompt)
     body = completion(prompt, said(first.handle, first.id, 1), 8)
@@ -269,7 +269,7 @@ def test_an_edited_history_is_used_up_to_the_edit_and_never_beyond(pair: Pair, e
 
 
 def test_stock_prefill_takes_an_edited_history_for_its_own(fleet: Fleet):
-    pair = Pair(fleet["stock-prefill"], fleet["decode"])
+    pair = Pair(fleet["stock"], fleet["decode"])
     prompt = tokens(200)
     first = pair.turn(prompt)
     changed = history(prompt, first)
@@ -296,7 +296,7 @@ def test_a_readback_in_time_leaves_no_expiry(pair: Pair):
 def expired(bidirectional_fleet: Fleet) -> dict[str, tuple[list[int], Answer]]:
     """Prompts and answers of first turns whose blocks nobody has asked for in time."""
     prefill, decode = bidirectional_fleet["prefill"], bidirectional_fleet["decode"]
-    pair, stock = Pair(prefill, decode), Pair(bidirectional_fleet["stock-prefill"], decode)
+    pair, stock = Pair(prefill, decode), Pair(bidirectional_fleet["stock"], decode)
     turns = {}
     for name, one in {"scheduler": pair, "ranks": pair, "stock": stock, "nobody": pair}.items():
         prompt = tokens(150)
@@ -331,7 +331,7 @@ def test_a_readback_too_late_is_computed(pair: Pair, expired: dict[str, tuple[li
 def test_stock_prefill_answers_a_readback_too_late_with_an_error(
     fleet: Fleet, expired: dict[str, tuple[list[int], Answer]]
 ):
-    pair = Pair(fleet["stock-prefill"], fleet["decode"])
+    pair = Pair(fleet["stock"], fleet["decode"])
     prompt, first = expired["stock"]
     pair.prefill.reset_prefix_cache()
     assert pair.prefill_leg(history(prompt, first), stripped(first.handle), 2).status == 500
@@ -403,7 +403,7 @@ def test_a_client_that_hangs_up_during_decode_is_recorded_with_its_load(pair: Pa
 
 @pytest.mark.parametrize("stock", ["prefill", "decode"])
 def test_a_stock_engine_on_one_side_works(fleet: Fleet, stock: str):
-    sides = {side: fleet[f"stock-{side}" if side == stock else side] for side in ("prefill", "decode")}
+    sides = {side: fleet["stock" if side == stock else side] for side in ("prefill", "decode")}
     pair = Pair(**sides)
     prompt = tokens(200)
     first = pair.turn(prompt)
@@ -471,24 +471,8 @@ def test_all_sums_agree(fleet: Fleet, name: str):
 # Engines that die.
 
 
-def test_decode_killed_between_turns_costs_prefill_a_recompute(fleet: Fleet):
-    pair = Pair(fleet["prefill"], fleet["stock-decode"])
-    prompt = tokens(150)
-    first = pair.turn(prompt)
-    pair.prefill.reset_prefix_cache()
-    pair.decode.stop(signal.SIGKILL)
-    longer = [*history(prompt, first), *tokens(40)]
-    second = pair.prefill_leg(longer, first.handle, 2)
-    assert second.status == 200
-    record = pair.prefill.record(second.id)
-    assert record.outcome == "recomputed"
-    assert record.error in ("transfer_failed", "remote_gone", "ttl_expired")
-    assert record.tokens.recomputed == {record.error: 157, "new_tokens": 41}
-    assert second.token_ids == alone(fleet["decode"], longer, 1)
-
-
 def test_prefill_killed_before_the_read_fails_the_request_and_says_why(fleet: Fleet):
-    pair = Pair(fleet["stock-prefill"], fleet["decode"])
+    pair = Pair(fleet["stock"], fleet["decode"])
     prompt = tokens(150)
     first = pair.prefill_leg(prompt)
     pair.prefill.stop(signal.SIGKILL)
@@ -500,3 +484,18 @@ def test_prefill_killed_before_the_read_fails_the_request_and_says_why(fleet: Fl
     failed = "kvops_kv_failed_requests_total"
     assert eventually(lambda: pair.decode.metrics().total(failed, reason=record.error) == 1)
     assert eventually(lambda: pair.decode.kv_usage() == 0, TTL_SECONDS + 5)
+
+
+def test_decode_killed_between_turns_costs_prefill_a_recompute(pair: Pair):
+    prompt = tokens(150)
+    first = pair.turn(prompt)
+    pair.prefill.reset_prefix_cache()
+    pair.decode.stop(signal.SIGKILL)
+    longer = [*history(prompt, first), *tokens(40)]
+    second = pair.prefill_leg(longer, first.handle, 2)
+    assert second.status == 200
+    record = pair.prefill.record(second.id)
+    assert record.outcome == "recomputed"
+    assert record.error in ("transfer_failed", "remote_gone", "ttl_expired")
+    assert record.tokens.recomputed == {record.error: 157, "new_tokens": 41}
+    assert second.token_ids == alone(pair.prefill, longer, 1)
