@@ -69,10 +69,10 @@ def many_ranks_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
     extra = {"bidirectional_kv_xfer": True}
     uncached = "--no-enable-prefix-caching"
     ranks = ("--data-parallel-size", "2", uncached)
-    halves = ("--tensor-parallel-size", "2", "--api-server-count", "2", uncached)
+    halves = ("--tensor-parallel-size", "2", uncached)
     yield from start(
         [
             Engine("prefill", folder, extra=extra, args=ranks, multi=True, nixl_port=0),
-            Engine("decode", folder, extra=extra, args=halves, nixl_port=0),
+            Engine("decode", folder, extra=extra, args=halves, api_servers=2, nixl_port=0),
         ]
     )
