@@ -32,7 +32,7 @@ BLOCK_TOKENS = 32
 BLOCK_BYTES = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
 START_SECONDS = 240
 # vLLM reads nothing back in the last 5 seconds of decode's TTL.
-TTL_SECONDS = 12
+TTL_SECONDS = 16
 LEASE_SECONDS = 10
 # Of the decode engine that is there to give up; the other one must not, however slow the machine.
 PUSH_TIMEOUT_SECONDS = 4
