@@ -37,7 +37,7 @@ SCRIPTED_ENGINES_ONLY = {
     20: "one rank on the CPU",
 }
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
-SOON_SECONDS = 20
+SOON_SECONDS = 60
 _covered: set[int] = set()
 
 
