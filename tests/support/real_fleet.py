@@ -25,6 +25,7 @@ from kvops.launch.rundir import FleetState, RunDir
 from kvops.metrics_text import Samples
 from kvops.tiny_model import default_path, ensure_model
 from kvops.topology import load_topology
+from kvops_connectors import journal
 
 BLOCK_TOKENS = 32
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -85,6 +86,10 @@ class Fleet:
             client.get(self.process(name).url + "/metrics") as answer,
         ):
             return Samples(await answer.text())
+
+    def journal(self, name: str) -> list[journal.Line]:
+        files = sorted(self.run_dir.journal_dir.glob(f"{name}.dp*.jsonl*"))
+        return [journal.decode(line) for file in files for line in file.read_bytes().splitlines()]
 
     async def transferred_tokens(self) -> float:
         """Return the prompt tokens that all decode engines took from prefill so far."""
@@ -298,3 +303,13 @@ def delta_of(event: dict[str, Any]) -> str:
     choice = event["choices"][0]
     text: str = choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
     return text
+
+
+def failed_checks(prefill: str, decode: str) -> dict[str, str]:
+    """Return what ``kvops doctor --pair`` says of each check that fails for two running engines."""
+    result = kvops("doctor", "--pair", prefill, decode, "--json")
+    report = json.loads(result.stdout)
+    found = {entry["id"]: entry["message"] for entry in report["findings"] if entry["state"] == "fail"}
+    assert result.returncode == bool(found)
+    assert {"VL-06", "VL-08", "VL-12"} <= {e["id"] for e in report["findings"] if e["state"] in ("pass", "fail")}
+    return found
