@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
@@ -22,6 +22,10 @@ _SIDECAR_LABEL = {"grafana_dashboard": "1"}
 # Label by which kube-prometheus-stack's Prometheus chooses rules and monitors, with the chart's default release name.
 _RELEASE_LABEL = {"release": "kube-prometheus-stack"}
 _NAMESPACE = "monitoring"
+# Labels of the pods that `kvops render kubernetes` writes.
+_FLEET, _ROLE = {"app.kubernetes.io/part-of": "kvops"}, "app.kubernetes.io/component"
+
+Boards: TypeAlias = "dict[str, dict[str, Any]]"
 
 
 def write_provisioning(
@@ -31,6 +35,7 @@ def write_provisioning(
     prometheus_url: str = _PROMETHEUS_URL,
     *,
     interval_seconds: int = 15,
+    runbook_url: str = "",
 ) -> list[Path]:
     """Write everything below ``folder`` and return the files.
 
@@ -40,9 +45,11 @@ def write_provisioning(
         routers: what it scrapes as routers.
         prometheus_url: where Grafana finds Prometheus.
         interval_seconds: time between two scrapes.
+        runbook_url: where the folder ``runbooks`` is published, for links from panels and alerts.
     """
-    files = dict(_grafana_files(folder, prometheus_url, interval_seconds))
-    files |= dict(_prometheus_files(engines, routers, interval_seconds)) | dict(_kubernetes_files())
+    boards, rules = stored.dashboards(runbook_url), stored.rule_files(runbook_url)
+    files = dict(_grafana_files(folder, boards, prometheus_url, interval_seconds))
+    files |= dict(_prometheus_files(engines, routers, interval_seconds, rules)) | dict(_kubernetes_files(boards, rules))
     files["compose.yaml"] = _yaml(_compose())
     for name, text in files.items():
         file = folder / name
@@ -51,10 +58,12 @@ def write_provisioning(
     return [folder / name for name in files]
 
 
-def _grafana_files(folder: Path, prometheus_url: str, interval_seconds: int) -> Iterator[tuple[str, str]]:
+def _grafana_files(
+    folder: Path, boards: Boards, prometheus_url: str, interval_seconds: int
+) -> Iterator[tuple[str, str]]:
     yield "grafana/provisioning/datasources/kvops.yaml", _yaml(_datasource(prometheus_url, interval_seconds))
     yield "grafana/provisioning/dashboards/kvops.yaml", _yaml(_provider(folder.absolute() / "grafana/dashboards"))
-    for uid, board in stored.dashboards().items():
+    for uid, board in boards.items():
         yield f"grafana/dashboards/{uid}.json", _json(board)
 
 
@@ -95,10 +104,12 @@ def _provider(dashboards: Path) -> dict[str, Any]:
     return {"apiVersion": 1, "providers": [provider]}
 
 
-def _prometheus_files(engines: list[Target], routers: list[Target], interval_seconds: int) -> Iterator[tuple[str, str]]:
+def _prometheus_files(
+    engines: list[Target], routers: list[Target], interval_seconds: int, rules: dict[str, str]
+) -> Iterator[tuple[str, str]]:
     config = prometheus_config(engines, routers, interval_seconds=interval_seconds, rule_files=[_RULES_GLOB])
     yield "prometheus/prometheus.yml", _yaml(config)
-    for name, text in stored.rule_files().items():
+    for name, text in rules.items():
         yield f"prometheus/rules/{name}", text
 
 
@@ -132,11 +143,11 @@ def _compose() -> dict[str, Any]:
     }
 
 
-def _kubernetes_files() -> Iterator[tuple[str, str]]:
-    for uid, board in stored.dashboards().items():
+def _kubernetes_files(boards: Boards, rules: dict[str, str]) -> Iterator[tuple[str, str]]:
+    for uid, board in boards.items():
         config_map = _object("v1", "ConfigMap", uid, _SIDECAR_LABEL) | {"data": {f"{uid}.json": _json(board)}}
         yield f"kubernetes/dashboard-{uid}.yaml", _yaml(config_map)
-    groups = [group for text in stored.rule_files().values() for group in yaml.safe_load(text)["groups"]]
+    groups = [group for text in rules.values() for group in yaml.safe_load(text)["groups"]]
     rule = _object("monitoring.coreos.com/v1", "PrometheusRule", "kvops", _RELEASE_LABEL) | {"spec": {"groups": groups}}
     yield "kubernetes/rules.yaml", _yaml(rule)
     yield "kubernetes/podmonitors.yaml", "---\n".join(_yaml(monitor) for monitor in (_engines(), _routers()))
@@ -147,7 +158,7 @@ def _engines() -> dict[str, Any]:
         "port": "http",
         "path": ENGINE_METRICS_PATH,
         "relabelings": [
-            {"sourceLabels": ["__meta_kubernetes_pod_label_kvops_role"], "targetLabel": "role"},
+            {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_component"], "targetLabel": "role"},
             {"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "instance"},
         ],
         "metricRelabelings": [
@@ -167,7 +178,7 @@ def _routers() -> dict[str, Any]:
 
 
 def _pod_monitor(name: str, roles: list[str], endpoint: dict[str, Any]) -> dict[str, Any]:
-    chosen = {"matchExpressions": [{"key": "kvops-role", "operator": "In", "values": roles}]}
+    chosen = {"matchLabels": _FLEET, "matchExpressions": [{"key": _ROLE, "operator": "In", "values": roles}]}
     spec = {"namespaceSelector": {"any": True}, "selector": chosen, "podMetricsEndpoints": [endpoint]}
     return _object("monitoring.coreos.com/v1", "PodMonitor", name, _RELEASE_LABEL) | {"spec": spec}
 
