@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -156,18 +156,31 @@ async def _running(plan: Plan, show: Callable[[FleetState], None]) -> AsyncItera
         await fleet
 
 
-async def model_of(session: aiohttp.ClientSession, leg: Leg, headers: Mapping[str, str]) -> str:
+async def model_of(session: aiohttp.ClientSession, leg: Leg, headers: Mapping[str, str], longest_tokens: int) -> str:
     """Return the name under which a leg serves its model.
 
+    Args:
+        session: to ask with.
+        leg: whose router is asked.
+        headers: for the router.
+        longest_tokens: of prompt and answer together, that will be asked for.
+
     Raises:
-        KvopsError: its router does not say.
+        KvopsError: its router does not say, or the model takes no request so long.
     """
     url = f"{leg.router}/v1/models"
     try:
         async with session.get(url, headers=headers, timeout=aiohttp.ClientTimeout(total=30)) as answer:
-            found: str = (await answer.json())["data"][0]["id"]
+            card: dict[str, Any] = (await answer.json())["data"][0]
+            found: str = card["id"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
         raise KvopsError(f"{url} names no model: {error or type(error).__name__}", "check the leg's router") from None
+    most = card.get("max_model_len")
+    if isinstance(most, int) and longest_tokens > most:
+        raise KvopsError(
+            f"prompt and answer of {longest_tokens} tokens do not fit {found}, which takes {most}",
+            "lower --input-tokens or --end-tokens, or raise --max-model-len in the args of kvops.yaml",
+        )
     return found
 
 

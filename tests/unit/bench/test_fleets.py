@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import aiohttp
 import pytest
 
-from kvops.bench.fleets import Target, copy_journals, given
+from kvops.bench.fleets import Target, copy_journals, given, model_of
 from kvops.errors import KvopsError
 from kvops.launch.plan import make_plan
 from kvops.launch.rundir import RunDir
@@ -48,6 +49,14 @@ def test_a_fleet_of_kvops_up_is_a_leg_by_its_name(tmp_path, monkeypatch):
     assert (target.leg.mode, target.leg.conversation_ids) == ("bidirectional", False)
     assert (target.leg.router, target.leg.decode) == (plan.router.url, (plan.role("decode")[0].url,))
     assert target.journal == run_dir.journal_dir
+
+
+async def test_a_request_that_is_too_long_for_the_model_is_refused_before_any_is_sent(fleet):
+    leg = fleet.leg()
+    async with aiohttp.ClientSession() as session:
+        assert await model_of(session, leg, {}, 8192) == "tiny"
+        with pytest.raises(KvopsError, match="8193 tokens do not fit tiny, which takes 8192"):
+            await model_of(session, leg, {}, 8193)
 
 
 async def test_only_lines_of_the_legs_own_time_are_copied(tmp_path):
