@@ -35,7 +35,7 @@ from kvops_dashboards.scraping import Target, prometheus_config
 KVOPS = [sys.executable, "-m", "kvops.cli.main"]
 # Short lifetimes, so that they run out within an act.
 LEASE_SECONDS, TTL_SECONDS, REGISTRATION_SECONDS = 8, 20, 12
-CLIENTS = 2
+CLIENTS = 4
 Leg = dict[str, Any]
 
 
@@ -109,7 +109,7 @@ async def converse(stage: Stage, *, leaving: float = 0.0, late: float = 0.0) -> 
         for _ in range(4):
             history += await ask(stage, name, history, 0.1 if random.random() < leaving else None)
             history += words(40)
-            await asyncio.sleep(TTL_SECONDS + 3 if random.random() < late else random.uniform(0.1, 1))
+            await asyncio.sleep(TTL_SECONDS + 3 if random.random() < late else random.uniform(0.5, 2.5))
 
 
 async def traffic(stage: Stage, seconds: float, **shares: float) -> None:
@@ -205,7 +205,7 @@ async def registrations_without_prefill(stage: Stage) -> None:
         transfer = identity | READ | {"remote_request_id": name, "transfer_id": name}
         await stage.leg("decode", words(60), transfer, name)
 
-    await asyncio.gather(traffic(stage, 50), *(stuck(number) for number in range(5)))
+    await asyncio.gather(traffic(stage, 50), *(stuck(number) for number in range(8)))
 
 
 async def killed_prefill(stage: Stage) -> None:
@@ -251,27 +251,55 @@ def act(play: Callable[[Stage], Awaitable[None]], *fires: str, may: tuple[str, .
 
 
 WATCHDOG = "KvopsWatchdog"
+# Consequences of trouble that already has its alert: they depend on how many requests were under way at that moment.
+BURN = ("KvopsHandoffErrorBudgetBurn", "KvopsHandoffErrorBudgetBurnSlow", "KvopsRecomputeHigh")
+UNREAD = ("KvopsLeaseExpired", "KvopsStockLeaseExpired")
+OF_A_DEAD_PEER = (
+    *BURN,
+    *UNREAD,
+    "KvopsKvFailedRequests",
+    "KvopsHandshakeFailures",
+    "KvopsHeartbeatFailing",
+    "KvopsPeerErrors",
+    "KvopsStockTransferFailures",
+    "KvopsRouterRetriesHigh",
+    "KvopsRouterReleasesFailing",
+    "KvopsRouterErrorBudgetBurnSlow",
+    "KvopsThroughputCollapse",
+)
 SCRIPT: dict[str, tuple[Act, ...]] = {
     "pull": (
         act(healthy),
         act(aborted_clients),
         act(stranded_on_prefill, "KvopsLeaseExpired", "KvopsStockLeaseExpired"),
-        act(read_too_late, "KvopsReadAfterExpiry", "KvopsStockReadAfterExpiry"),
-        act(slow_peer, "KvopsPeerSlow"),
-        act(killed_prefill, "KvopsTargetDown", "KvopsRouterEngineOut"),
+        act(read_too_late, "KvopsReadAfterExpiry", "KvopsStockReadAfterExpiry", may=UNREAD),
+        act(slow_peer, "KvopsPeerSlow", may=("KvopsThroughputCollapse",)),
+        act(killed_prefill, "KvopsTargetDown", "KvopsRouterEngineOut", may=OF_A_DEAD_PEER),
     ),
     "bidirectional": (
         act(healthy),
         act(aborted_clients),
         act(late_users),
-        act(readbacks_too_late, "KvopsReadbackDeclined"),
-        act(killed_decode, "KvopsTargetDown", "KvopsRouterNoEngine"),
+        act(readbacks_too_late, "KvopsReadbackDeclined", may=BURN),
+        act(
+            killed_decode,
+            *("KvopsTargetDown", "KvopsRouterNoEngine", "KvopsRouterEngineOut", "KvopsRouterErrorBudgetBurn"),
+            may=OF_A_DEAD_PEER,
+        ),
     ),
     "push": (
         act(healthy),
         act(aborted_clients),
-        act(registrations_without_prefill, "KvopsPushRegistrationStuck", "KvopsPushTimeouts"),
-        act(killed_prefill, "KvopsTargetDown", "KvopsRouterNoEngine"),
+        act(
+            registrations_without_prefill,
+            *("KvopsPushRegistrationStuck", "KvopsPushTimeouts", "KvopsKvFailedRequests"),
+            may=BURN,
+        ),
+        act(
+            killed_prefill,
+            *("KvopsTargetDown", "KvopsRouterNoEngine", "KvopsRouterEngineOut", "KvopsRouterErrorBudgetBurn"),
+            may=(*OF_A_DEAD_PEER, "KvopsPushTimeouts"),
+        ),
     ),
 }
 PREFILLS = {"pull": 3}
