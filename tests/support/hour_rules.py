@@ -15,8 +15,8 @@ import pytest
 from kvops_dashboards import rules
 
 SPEED = 20
-# Lease and TTL of the hour's fleets are about a quarter of vLLM's, and so are the ages that alerts judge.
-LIFETIMES_SHARE = 0.25
+# The lease of the hour's fleets is half of vLLM's, and so are the ages that alerts judge.
+LIFETIMES_SHARE = 0.5
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(?<=\[)(\d+)([smhd])(?=\])|(?<=offset )(\d+)([smhd])|(?<=for: )(\d+)([smhd])")
 
@@ -46,18 +46,14 @@ def write_quick_rules(folder: Path) -> list[str]:
     return [str(folder / name) for name in texts]
 
 
-def fired(prometheus: str, start: float, end: float) -> list[tuple[float, str]]:
-    """Return when which alert began to fire between two times (unix seconds), the earliest first.
-
-    An alert that fires for several engines began with the first of them.
-    """
+def firing(prometheus: str, start: float, end: float) -> dict[str, list[float]]:
+    """Return at which times (unix seconds) each alert fired, for any engine."""
     asked = {"query": 'group by (alertname) (ALERTS{alertstate="firing"})', "start": start, "end": end, "step": 1}
     with urllib.request.urlopen(f"{prometheus}/api/v1/query_range?{urllib.parse.urlencode(asked)}", timeout=60) as got:
         series: list[dict[str, Any]] = json.load(got)["data"]["result"]
-    begun = []
-    for each in series:
-        times = [at for at, _ in each["values"]]
-        begun += [
-            (at, each["metric"]["alertname"]) for before, at in zip([0, *times], times, strict=False) if at - before > 5
-        ]
-    return sorted(begun)
+    return {each["metric"]["alertname"]: [at for at, _ in each["values"]] for each in series}
+
+
+def began(times: list[float], start: float) -> bool:
+    """Return whether what fired at ``times`` began after ``start``, rather than going on from before."""
+    return any(at >= start and at - before > 5 for before, at in zip([0.0, *times], times, strict=False))

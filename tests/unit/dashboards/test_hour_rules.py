@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hour_rules import SPEED, quickened, write_quick_rules
+from hour_rules import SPEED, began, quickened, write_quick_rules
 from kvops_dashboards import rules
 
 
@@ -26,7 +26,7 @@ def test_the_shipped_values_are_left_alone(tmp_path):
     assert rules.values()["alerts"]["KvopsKvWaitStuck"]["seconds"] == before
     alerts = [rule for group in yaml.safe_load(Path(files[1]).read_text())["groups"] for rule in group["rules"]]
     stuck = next(rule for rule in alerts if rule["alert"] == "KvopsKvWaitStuck")
-    assert stuck["expr"].endswith(f"> {before / 4}")
+    assert stuck["expr"].endswith(f"> {before / 2}")
     assert stuck["for"] == f"{60_000 // SPEED}ms"
 
 
@@ -36,3 +36,9 @@ def test_promtool_accepts_the_quickened_rules(tmp_path):
         ["promtool", "check", "rules", *write_quick_rules(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_fires_on_from_the_act_before_does_not_begin_again():
+    assert not began([98.0, 99.0, 100.0, 101.0], 100.0)
+    assert began([100.0, 101.0], 100.0)
+    assert began([80.0, 81.0, 103.0], 100.0)
