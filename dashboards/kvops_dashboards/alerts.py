@@ -608,7 +608,9 @@ RECORDINGS: dict[str, str] = {
         "kvops_held_blocks / on (instance, model_name, engine) group_left () kvops_kv_blocks"
     ),
     "peer_direction:kvops_peer_errors:ratio_rate10m": (
-        'sum by (model_name, peer, direction) (rate(kvops_peer_transfers_total{outcome="failed"}[10m])) '
+        '(sum by (model_name, peer, direction) (rate(kvops_peer_transfers_total{outcome="failed"}[10m])) '
+        # A peer that never failed has no such series.
+        "or 0 * sum by (model_name, peer, direction) (rate(kvops_peer_transfers_total[10m]))) "
         "/ sum by (model_name, peer, direction) (rate(kvops_peer_transfers_total[10m]))"
     ),
     "peer_direction:kvops_peer_seconds_per_byte:rate10m": (

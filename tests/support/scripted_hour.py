@@ -413,7 +413,7 @@ def check_all(folder: Path) -> list[Answer]:
 
 
 def empty(answers: list[Answer]) -> list[str]:
-    return sorted({f"{each.source}: {each.title}" for each in answers if each.state != "data"})
+    return sorted({f"{each.source.removeprefix('kvops / ')}: {each.title}" for each in answers if each.state != "data"})
 
 
 def main(folder: Path, what: str) -> int:
