@@ -22,6 +22,9 @@ _SIDECAR_LABEL = {"grafana_dashboard": "1"}
 # Label by which kube-prometheus-stack's Prometheus chooses rules and monitors, with the chart's default release name.
 _RELEASE_LABEL = {"release": "kube-prometheus-stack"}
 _NAMESPACE = "monitoring"
+# Label of pods by which the monitors choose them and tell their role.
+ROLE_LABEL = "kvops-role"
+PROMETHEUS_IMAGE, GRAFANA_IMAGE = "prom/prometheus:v3.5.0", "grafana/grafana:12.2.0"
 
 
 def write_provisioning(
@@ -41,8 +44,8 @@ def write_provisioning(
         prometheus_url: where Grafana finds Prometheus.
         interval_seconds: time between two scrapes.
     """
-    files = dict(_grafana_files(folder, prometheus_url, interval_seconds))
-    files |= dict(_prometheus_files(engines, routers, interval_seconds)) | dict(_kubernetes_files())
+    files = dict(grafana_files(folder.absolute(), prometheus_url, interval_seconds))
+    files |= dict(prometheus_files(engines, routers, interval_seconds)) | dict(kubernetes_files())
     files["compose.yaml"] = _yaml(_compose())
     for name, text in files.items():
         file = folder / name
@@ -51,9 +54,10 @@ def write_provisioning(
     return [folder / name for name in files]
 
 
-def _grafana_files(folder: Path, prometheus_url: str, interval_seconds: int) -> Iterator[tuple[str, str]]:
+def grafana_files(folder: Path, prometheus_url: str, interval_seconds: int) -> Iterator[tuple[str, str]]:
+    """Yield name and text of what Grafana reads; it will find the files below ``folder``, an absolute path."""
     yield "grafana/provisioning/datasources/kvops.yaml", _yaml(_datasource(prometheus_url, interval_seconds))
-    yield "grafana/provisioning/dashboards/kvops.yaml", _yaml(_provider(folder.absolute() / "grafana/dashboards"))
+    yield "grafana/provisioning/dashboards/kvops.yaml", _yaml(_provider(folder / "grafana/dashboards"))
     for uid, board in stored.dashboards().items():
         yield f"grafana/dashboards/{uid}.json", _json(board)
 
@@ -95,7 +99,8 @@ def _provider(dashboards: Path) -> dict[str, Any]:
     return {"apiVersion": 1, "providers": [provider]}
 
 
-def _prometheus_files(engines: list[Target], routers: list[Target], interval_seconds: int) -> Iterator[tuple[str, str]]:
+def prometheus_files(engines: list[Target], routers: list[Target], interval_seconds: int) -> Iterator[tuple[str, str]]:
+    """Yield name and text of what Prometheus reads."""
     config = prometheus_config(engines, routers, interval_seconds=interval_seconds, rule_files=[_RULES_GLOB])
     yield "prometheus/prometheus.yml", _yaml(config)
     for name, text in stored.rule_files().items():
@@ -107,7 +112,7 @@ def _compose() -> dict[str, Any]:
     return {
         "services": {
             "prometheus": {
-                "image": "prom/prometheus:v3.5.0",
+                "image": PROMETHEUS_IMAGE,
                 "network_mode": "host",
                 "command": [
                     "--config.file=/etc/prometheus/prometheus.yml",
@@ -117,7 +122,7 @@ def _compose() -> dict[str, Any]:
                 "volumes": ["./prometheus:/etc/prometheus:ro", "prometheus-data:/prometheus"],
             },
             "grafana": {
-                "image": "grafana/grafana:12.2.0",
+                "image": GRAFANA_IMAGE,
                 "network_mode": "host",
                 "environment": {"GF_SERVER_HTTP_ADDR": "127.0.0.1"},
                 "volumes": [
@@ -132,17 +137,21 @@ def _compose() -> dict[str, Any]:
     }
 
 
-def _kubernetes_files() -> Iterator[tuple[str, str]]:
+def kubernetes_files(namespace: str = _NAMESPACE) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the objects for kube-prometheus in ``namespace``, one YAML file each."""
     for uid, board in stored.dashboards().items():
-        config_map = _object("v1", "ConfigMap", uid, _SIDECAR_LABEL) | {"data": {f"{uid}.json": _json(board)}}
+        config_map = _object("v1", "ConfigMap", uid, namespace, _SIDECAR_LABEL) | {
+            "data": {f"{uid}.json": _json(board)}
+        }
         yield f"kubernetes/dashboard-{uid}.yaml", _yaml(config_map)
     groups = [group for text in stored.rule_files().values() for group in yaml.safe_load(text)["groups"]]
-    rule = _object("monitoring.coreos.com/v1", "PrometheusRule", "kvops", _RELEASE_LABEL) | {"spec": {"groups": groups}}
-    yield "kubernetes/rules.yaml", _yaml(rule)
-    yield "kubernetes/podmonitors.yaml", "---\n".join(_yaml(monitor) for monitor in (_engines(), _routers()))
+    rule = _object("monitoring.coreos.com/v1", "PrometheusRule", "kvops", namespace, _RELEASE_LABEL)
+    yield "kubernetes/rules.yaml", _yaml(rule | {"spec": {"groups": groups}})
+    monitors = (_engines(namespace), _routers(namespace))
+    yield "kubernetes/podmonitors.yaml", "---\n".join(_yaml(monitor) for monitor in monitors)
 
 
-def _engines() -> dict[str, Any]:
+def _engines(namespace: str) -> dict[str, Any]:
     endpoint = {
         "port": "http",
         "path": ENGINE_METRICS_PATH,
@@ -159,21 +168,21 @@ def _engines() -> dict[str, Any]:
             }
         ],
     }
-    return _pod_monitor("kvops-engines", ["prefill", "decode"], endpoint)
+    return _pod_monitor("kvops-engines", namespace, ["prefill", "decode"], endpoint)
 
 
-def _routers() -> dict[str, Any]:
-    return _pod_monitor("kvops-router", ["router"], {"port": "http", "path": ROUTER_METRICS_PATH})
+def _routers(namespace: str) -> dict[str, Any]:
+    return _pod_monitor("kvops-router", namespace, ["router"], {"port": "http", "path": ROUTER_METRICS_PATH})
 
 
-def _pod_monitor(name: str, roles: list[str], endpoint: dict[str, Any]) -> dict[str, Any]:
-    chosen = {"matchExpressions": [{"key": "kvops-role", "operator": "In", "values": roles}]}
+def _pod_monitor(name: str, namespace: str, roles: list[str], endpoint: dict[str, Any]) -> dict[str, Any]:
+    chosen = {"matchExpressions": [{"key": ROLE_LABEL, "operator": "In", "values": roles}]}
     spec = {"namespaceSelector": {"any": True}, "selector": chosen, "podMetricsEndpoints": [endpoint]}
-    return _object("monitoring.coreos.com/v1", "PodMonitor", name, _RELEASE_LABEL) | {"spec": spec}
+    return _object("monitoring.coreos.com/v1", "PodMonitor", name, namespace, _RELEASE_LABEL) | {"spec": spec}
 
 
-def _object(api: str, kind: str, name: str, labels: dict[str, str]) -> dict[str, Any]:
-    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "namespace": _NAMESPACE, "labels": labels}}
+def _object(api: str, kind: str, name: str, namespace: str, labels: dict[str, str]) -> dict[str, Any]:
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "namespace": namespace, "labels": labels}}
 
 
 def _yaml(value: object) -> str:
