@@ -41,8 +41,9 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @command.command()
+@click.option("--helm", is_flag=True, help="Write a Helm chart instead; needs -o.")
 @_options
-def kubernetes(*, file: Path, preset: str | None, mode: str | None, output: Path | None) -> None:
+def kubernetes(*, file: Path, preset: str | None, mode: str | None, output: Path | None, helm: bool) -> None:
     """Write Kubernetes manifests: engines, router, services, policies, monitor.
 
     An engine on one node becomes a StatefulSet, one that spans nodes a LeaderWorkerSet. `kubernetes.image` must be set.
@@ -50,10 +51,14 @@ def kubernetes(*, file: Path, preset: str | None, mode: str | None, output: Path
     \b
     Example:
       kvops render kubernetes -f kvops.yaml -o manifests
+      kvops render kubernetes -f kvops.yaml --helm -o chart && helm install kvops ./chart -n kvops --create-namespace
     """
-    from kvops.launch.kubernetes import render  # noqa: PLC0415
+    from kvops.launch import helm as chart  # noqa: PLC0415
+    from kvops.launch import kubernetes as manifests  # noqa: PLC0415
 
-    _write(render(_load(file, preset, mode)), output)
+    if helm and output is None:
+        raise KvopsError("a chart is a folder of files", "name the folder with -o")
+    _write((chart if helm else manifests).render(_load(file, preset, mode)), output)
 
 
 @command.command()
