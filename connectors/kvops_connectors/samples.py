@@ -24,6 +24,10 @@ class Samples:
             sample[2] += amount
             sample[3] = request_id or sample[3]
 
+    def known(self, metric: str, *labels: str) -> None:
+        """Make a counter's series without adding to it."""
+        self._counts.setdefault((metric, labels), [metric, labels, 0, None])
+
     def observe(self, metric: str, value: float | None, *labels: str, request_id: str | None = None) -> None:
         """Add an observation to a histogram; None is no observation."""
         if value is not None:

@@ -6,6 +6,7 @@ Everything here runs on the engine's main thread.
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from kvops_connectors import events, handle, prefix
@@ -80,6 +81,7 @@ class SchedulerInstrument:
             events.PeerDone: self._holds.peer_done,
             events.LateNotice: self._holds.late_notice,
             events.PushMet: self._push_met,
+            events.PushRetried: self._push_retried,
             events.RegistrationSent: self._registration_sent,
             events.RegistrationLost: self._registration_lost,
             events.Levels: self._rank_levels,
@@ -221,16 +223,21 @@ class SchedulerInstrument:
             target.moves.add(event)
 
     def _peer(self, peer: str | None) -> str:
+        """Return the label of a peer, whose series are made at once: rate() misses the first count of a new one."""
         if peer is None:
             return "other"
         if peer not in self._peers:
             if len(self._peers) >= self._settings.peer_limit:
                 return "other"
             self._peers.add(peer)
+            directions = DIRECTIONS if self._mode == "bidirectional" else ("p_to_d",)
+            for direction, outcome in product(directions, ("ok", "failed")):
+                self.samples.known("kvops_peer_transfers_total", peer, direction, outcome)
         return peer
 
     def _read_began(self, event: events.ReadBegan) -> None:
         followed = self._open.get(event.request_id)
+        self._peer(event.peer)
         if followed is not None and followed.loading:
             followed.moves.began(event)
 
@@ -258,6 +265,7 @@ class SchedulerInstrument:
         if event.rank or hold is None:
             return
         hold.met(event)
+        self._peer(event.peer)
         assert hold.push is not None  # noqa: S101
         waiter = "prefill_blocks" if hold.push.waited_for == "registration" else "registration"
         waited = hold.push.waited_seconds
@@ -265,6 +273,12 @@ class SchedulerInstrument:
         self.samples.observe(
             "kvops_request_phase_seconds", waited, "p_to_d", "registration", request_id=event.request_id
         )
+
+    def _push_retried(self, event: events.PushRetried) -> None:
+        hold = self._holds.get(event.request_id)
+        if hold is not None:
+            hold.failed = None
+        self.samples.count("kvops_mends_total", 1, "push_retry")
 
     def _registration_sent(self, event: events.RegistrationSent) -> None:
         followed = self._open.get(event.request_id)

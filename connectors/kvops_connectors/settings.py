@@ -37,6 +37,7 @@ class Settings:
         single_load: never offer a second load to a request that had its one.
         valid_handle: drop a malformed handle before it reaches vLLM.
         push_timeout: give up a push registration after ``push_registration_timeout``.
+        push_retry: begin a write again whose handshake with decode has failed.
         cpu_affinity: leave a CPU engine unpinned where it asks for that.
         push_cancel_grace_seconds: time between telling prefill to forget a registration and giving up its blocks.
         nixl_progress_delay_microseconds: longest sleep of NIXL's progress thread; 0 leaves it busy, as NIXL does.
@@ -54,6 +55,7 @@ class Settings:
     single_load: bool = True
     valid_handle: bool = True
     push_timeout: bool = True
+    push_retry: bool = True
     cpu_affinity: bool = True
     push_cancel_grace_seconds: float = 2.0
     nixl_progress_delay_microseconds: int = 0
@@ -61,8 +63,7 @@ class Settings:
     @property
     def mends(self) -> tuple[str, ...]:
         """Return the names of the mends that are switched on."""
-        names = ("token_truth", "expired_readback", "single_load", "valid_handle", "push_timeout", "cpu_affinity")
-        return tuple(name for name in names if getattr(self, name))
+        return tuple(field.name for field in fields(self) if field.default is True and getattr(self, field.name))
 
 
 ROLES = ("", "prefill", "decode", "both")

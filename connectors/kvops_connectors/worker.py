@@ -1,4 +1,4 @@
-"""The worker's side: what one rank sees of loads, pushes, holds and handshakes, and the two mends that live there.
+"""The worker's side: what one rank sees of loads, pushes, holds and handshakes.
 
 Private methods of vLLM's worker are wrapped on the instance, only those whose signature has not changed from vLLM 0.24
 to 0.33; one that is missing costs its fields in the record and nothing else. Hooks run on the worker's main thread, on
@@ -12,8 +12,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kvops_connectors.bounded import Bounded
 from kvops_connectors.events import (
     Errors,
@@ -25,11 +23,11 @@ from kvops_connectors.events import (
     PushMet,
     ReadbackLost,
     ReadBegan,
-    RegistrationLost,
     RegistrationSent,
 )
 from kvops_connectors.guard import Guard
 from kvops_connectors.handle import EXPIRY_MARGIN_SECONDS
+from kvops_connectors.push import CANCELLED, Pushes, Registrations
 from kvops_connectors.tap import AgentTap
 
 if TYPE_CHECKING:
@@ -40,12 +38,6 @@ if TYPE_CHECKING:
 # Requests that a rank keeps track of; more than any engine runs at once.
 TRACKED = 10_000
 LEVELS_INTERVAL_SECONDS = 1.0
-
-
-class _RegistrationId(msgspec.Struct):
-    """The one field of a registration that is needed; the long lists of block ids stay undecoded."""
-
-    request_id: str
 
 
 class WorkerInstrument:
@@ -72,7 +64,7 @@ class WorkerInstrument:
         self._levels_due = 0.0
         self._push = hasattr(worker, "_push_finished_blocks")
         self._registrations = Registrations(worker, settings, push_timeout_seconds, self._events.append)
-        self._registration_id = msgspec.msgpack.Decoder(_RegistrationId)
+        self._pushes = Pushes(worker, settings, self._events.append)
         self._tap.on_registration = self._registration_arrived
         self._wrap("_read_blocks_for_req", self._around_read)
         self._wrap("_xfer_blocks_for_req", self._around_write)
@@ -103,6 +95,7 @@ class WorkerInstrument:
             if request_id in self._tap.noticed:
                 self._events.append(PeerDone(request_id, self._tap.noticed.pop(request_id)))
             self._prefill_done_at.pop(request_id, None)
+            self._pushes.over(request_id)
         # Notices of a pull that are left now come from some of several readers: expiry may still win.
         if not self._push and self._tap.noticed:
             self._tap.noticed.clear()
@@ -110,7 +103,9 @@ class WorkerInstrument:
             self._asked_at.pop(request_id, None)
             self._readbacks.pop(request_id, None)
             self._registrations.pop(request_id)
-        self._registrations.expire(time.perf_counter())
+        now = time.perf_counter()
+        self._registrations.expire(now)
+        self._pushes.retry(now)
 
     def forgive(self, failed: Iterable[str]) -> set[str]:
         """Return the readbacks among the failed loads; each is told to the scheduler's side as lost."""
@@ -182,8 +177,9 @@ class WorkerInstrument:
             self._tap.current.request_id = self._tap.current.peer = None
 
     def _around_push(self, original: Callable[..., Any], request_id: str, blocks: Any, registration: Any) -> Any:
-        if registration.get(CANCELLED):
+        if registration.get(CANCELLED) or self.guard(self._pushes.is_stale, request_id, registration):
             return None
+        self.guard(self._pushes.began, request_id, blocks, registration)
         self.guard(self._push_met, request_id, registration)
         return original(request_id, blocks, registration)
 
@@ -198,7 +194,8 @@ class WorkerInstrument:
             self._events.append(PushMet(self._rank, request_id, peer, engine, registered_at, done_at))
 
     def _registration_arrived(self, payload: bytes) -> None:
-        self._registered_at[self._registration_id.decode(payload).request_id] = time.time()
+        registration = self._pushes.registered(payload)
+        self._registered_at[registration.request_id] = time.time()
 
     def _around_registration(self, original: Callable[..., Any], req_id: str, registration: Any) -> Any:
         if not registration.get(CANCELLED):
@@ -231,6 +228,8 @@ class WorkerInstrument:
     def _failure_logged(self, failure_type: str, req_id: str | None, meta: Any) -> None:
         if req_id is None or "notif" in failure_type or "release" in failure_type:
             return
+        if failure_type == "push_handshake_failed":
+            self._pushes.parted(req_id)
         reason = "handshake_failed" if "handshake" in failure_type else "transfer_failed"
         meta = meta or self._worker._recving_metadata.get(req_id)
         if reason == "handshake_failed" and meta is not None and meta.remote is not None:
@@ -263,64 +262,6 @@ class WorkerInstrument:
         return [
             request_id for request_id in list(self._worker._push_finished_blocks) if request_id in self._prefill_done_at
         ]
-
-
-# Key in a registration that takes an earlier one of the same request back.
-CANCELLED = "kvops_cancelled"
-
-
-class Registrations:
-    """Push, on decode: gives up registrations that nobody fulfils.
-
-    A registration that is given up goes through two steps. First prefill is told to forget it, by a second registration
-    under the same request id, which replaces the first: it names an engine that does not exist, so that a stock prefill
-    fails the handshake and never writes. After a grace time, in which a write that had already begun ends, the load is
-    reported as failed and vLLM frees the blocks.
-    """
-
-    def __init__(self, worker: Any, settings: Settings, timeout_seconds: float, emit: Callable[[Event], None]) -> None:
-        self._worker = worker
-        self._on = settings.push_timeout and hasattr(worker, "_reg_send_inbox") and hasattr(worker, "_failed_recv_reqs")
-        self._timeout = timeout_seconds
-        self._grace = settings.push_cancel_grace_seconds
-        self._emit = emit
-        self._waiting: Bounded[str, tuple[float, dict[str, Any]]] = Bounded(TRACKED)
-        self._cancelled: Bounded[str, float] = Bounded(TRACKED)
-
-    def add(self, registrations: dict[str, dict[str, Any]]) -> None:
-        """Start the clock of new registrations."""
-        if self._on and registrations:
-            deadline = time.perf_counter() + self._timeout
-            for request_id, registration in registrations.items():
-                self._waiting[request_id] = (deadline, registration)
-
-    def pop(self, request_id: str) -> None:
-        """Forget a registration that was fulfilled or has failed."""
-        self._waiting.pop(request_id, None)
-        self._cancelled.pop(request_id, None)
-
-    def expire(self, now: float) -> None:
-        """Take the next step for every registration whose time has come; both maps are in order of time."""
-        while self._waiting:
-            request_id, (deadline, registration) = next(iter(self._waiting.items()))
-            if deadline > now:
-                break
-            del self._waiting[request_id]
-            self._cancel(request_id, registration)
-            self._cancelled[request_id] = now + self._grace
-        while self._cancelled:
-            request_id, deadline = next(iter(self._cancelled.items()))
-            if deadline > now:
-                break
-            del self._cancelled[request_id]
-            self._emit(RegistrationLost(request_id))
-            if request_id in self._worker._recving_metadata:
-                self._worker._failed_recv_reqs.put(request_id)
-
-    def _cancel(self, request_id: str, registration: dict[str, Any]) -> None:
-        cancelled = {**registration, "decode_engine_id": f"cancelled-{request_id}", CANCELLED: True}
-        self._worker._reg_send_inbox.put((request_id, cancelled))
-        self._worker._push_writer_wake.set()
 
 
 def _handshake_outcome(error: Exception) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from kvops_dashboards.rules import values
-
 TAG = "kvops"
 ALERT_LIST_URL = "/alerting/list?queryString=Kvops"
 
 
 def see(*pages: str) -> str:
-    """Return the last line of a panel's description: links to the runbook pages (or reference pages) named.
+    """Return the last line of a panel's description: the commands that show the pages, which need no published copy.
+
+    ``stored.dashboards`` makes links of them where the pages are published.
 
     Args:
         pages: file names under ``runbooks/`` without ``.md``, such as ``KvopsTransferStuck``.
     """
-    prefix = values()["runbook_url_prefix"].rstrip("/")
-    return "Runbook: " + ", ".join(f"[{page}]({prefix}/{page}.md)" for page in pages)
+    return "Runbook: " + ", ".join(f"`kvops runbook {page}`" for page in pages)

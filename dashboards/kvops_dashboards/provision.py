@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
@@ -22,9 +22,11 @@ _SIDECAR_LABEL = {"grafana_dashboard": "1"}
 # Label by which kube-prometheus-stack's Prometheus chooses rules and monitors, with the chart's default release name.
 _RELEASE_LABEL = {"release": "kube-prometheus-stack"}
 _NAMESPACE = "monitoring"
-# Label of pods by which the monitors choose them and tell their role.
-ROLE_LABEL = "kvops-role"
 PROMETHEUS_IMAGE, GRAFANA_IMAGE = "prom/prometheus:v3.5.0", "grafana/grafana:12.2.0"
+# Labels of the pods that `kvops render kubernetes` writes.
+_FLEET, _ROLE = {"app.kubernetes.io/part-of": "kvops"}, "app.kubernetes.io/component"
+
+Boards: TypeAlias = "dict[str, dict[str, Any]]"
 
 
 def write_provisioning(
@@ -34,6 +36,7 @@ def write_provisioning(
     prometheus_url: str = _PROMETHEUS_URL,
     *,
     interval_seconds: int = 15,
+    runbook_url: str = "",
 ) -> list[Path]:
     """Write everything below ``folder`` and return the files.
 
@@ -43,9 +46,11 @@ def write_provisioning(
         routers: what it scrapes as routers.
         prometheus_url: where Grafana finds Prometheus.
         interval_seconds: time between two scrapes.
+        runbook_url: where the folder ``runbooks`` is published, for links from panels and alerts.
     """
-    files = dict(grafana_files(folder.absolute(), prometheus_url, interval_seconds))
-    files |= dict(prometheus_files(engines, routers, interval_seconds)) | dict(kubernetes_files())
+    boards, rules = stored.dashboards(runbook_url), stored.rule_files(runbook_url)
+    files = dict(grafana_files(folder.absolute(), boards, prometheus_url, interval_seconds))
+    files |= dict(prometheus_files(engines, routers, interval_seconds, rules)) | dict(kubernetes_files(boards, rules))
     files["compose.yaml"] = _yaml(_compose())
     for name, text in files.items():
         file = folder / name
@@ -54,11 +59,13 @@ def write_provisioning(
     return [folder / name for name in files]
 
 
-def grafana_files(folder: Path, prometheus_url: str, interval_seconds: int) -> Iterator[tuple[str, str]]:
-    """Yield name and text of what Grafana reads; it will find the files below ``folder``, an absolute path."""
+def grafana_files(
+    folder: Path, boards: Boards, prometheus_url: str, interval_seconds: int
+) -> Iterator[tuple[str, str]]:
+    """Yield name and text of what Grafana reads, where it finds the files below ``folder``, an absolute path."""
     yield "grafana/provisioning/datasources/kvops.yaml", _yaml(_datasource(prometheus_url, interval_seconds))
     yield "grafana/provisioning/dashboards/kvops.yaml", _yaml(_provider(folder / "grafana/dashboards"))
-    for uid, board in stored.dashboards().items():
+    for uid, board in boards.items():
         yield f"grafana/dashboards/{uid}.json", _json(board)
 
 
@@ -99,11 +106,13 @@ def _provider(dashboards: Path) -> dict[str, Any]:
     return {"apiVersion": 1, "providers": [provider]}
 
 
-def prometheus_files(engines: list[Target], routers: list[Target], interval_seconds: int) -> Iterator[tuple[str, str]]:
+def prometheus_files(
+    engines: list[Target], routers: list[Target], interval_seconds: int, rules: dict[str, str]
+) -> Iterator[tuple[str, str]]:
     """Yield name and text of what Prometheus reads."""
     config = prometheus_config(engines, routers, interval_seconds=interval_seconds, rule_files=[_RULES_GLOB])
     yield "prometheus/prometheus.yml", _yaml(config)
-    for name, text in stored.rule_files().items():
+    for name, text in rules.items():
         yield f"prometheus/rules/{name}", text
 
 
@@ -137,14 +146,12 @@ def _compose() -> dict[str, Any]:
     }
 
 
-def kubernetes_files(namespace: str = _NAMESPACE) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the objects for kube-prometheus in ``namespace``, one YAML file each."""
-    for uid, board in stored.dashboards().items():
-        config_map = _object("v1", "ConfigMap", uid, namespace, _SIDECAR_LABEL) | {
-            "data": {f"{uid}.json": _json(board)}
-        }
-        yield f"kubernetes/dashboard-{uid}.yaml", _yaml(config_map)
-    groups = [group for text in stored.rule_files().values() for group in yaml.safe_load(text)["groups"]]
+def kubernetes_files(boards: Boards, rules: dict[str, str], namespace: str = _NAMESPACE) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the objects for kube-prometheus in ``namespace``."""
+    for uid, board in boards.items():
+        config_map = _object("v1", "ConfigMap", uid, namespace, _SIDECAR_LABEL)
+        yield f"kubernetes/dashboard-{uid}.yaml", _yaml(config_map | {"data": {f"{uid}.json": _json(board)}})
+    groups = [group for text in rules.values() for group in yaml.safe_load(text)["groups"]]
     rule = _object("monitoring.coreos.com/v1", "PrometheusRule", "kvops", namespace, _RELEASE_LABEL)
     yield "kubernetes/rules.yaml", _yaml(rule | {"spec": {"groups": groups}})
     monitors = (_engines(namespace), _routers(namespace))
@@ -156,7 +163,7 @@ def _engines(namespace: str) -> dict[str, Any]:
         "port": "http",
         "path": ENGINE_METRICS_PATH,
         "relabelings": [
-            {"sourceLabels": ["__meta_kubernetes_pod_label_kvops_role"], "targetLabel": "role"},
+            {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_component"], "targetLabel": "role"},
             {"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "instance"},
         ],
         "metricRelabelings": [
@@ -176,7 +183,7 @@ def _routers(namespace: str) -> dict[str, Any]:
 
 
 def _pod_monitor(name: str, namespace: str, roles: list[str], endpoint: dict[str, Any]) -> dict[str, Any]:
-    chosen = {"matchExpressions": [{"key": ROLE_LABEL, "operator": "In", "values": roles}]}
+    chosen = {"matchLabels": _FLEET, "matchExpressions": [{"key": _ROLE, "operator": "In", "values": roles}]}
     spec = {"namespaceSelector": {"any": True}, "selector": chosen, "podMetricsEndpoints": [endpoint]}
     return _object("monitoring.coreos.com/v1", "PodMonitor", name, namespace, _RELEASE_LABEL) | {"spec": spec}
 

@@ -84,7 +84,7 @@ def alert_rule(alert: Alert) -> dict[str, Any]:
         "annotations": {
             "summary": fill(alert.summary, alert),
             "description": fill(alert.description, alert),
-            "runbook_url": f"{known['runbook_url_prefix'].rstrip('/')}/{alert.name}.md",
+            "runbook": f"kvops runbook {alert.name}",
             "dashboard_url": f"{known['dashboard_url_prefix'].rstrip('/')}/{alert.dashboard}",
         },
     }

@@ -100,24 +100,12 @@ async def _scrape(session: aiohttp.ClientSession, url: str) -> RoleCounters:
 def _sum(parts: Iterable[RoleCounters]) -> RoleCounters:
     total = RoleCounters()
     for part in parts:
-        _add(total, part, 1)
+        total.add(part)
     return total
 
 
 def _difference(after: RoleCounters, before: RoleCounters) -> RoleCounters:
-    total = RoleCounters()
-    _add(total, after, 1)
-    _add(total, before, -1)
+    total = _sum([after])
+    total.add(before, sign=-1)
     total.recomputed_tokens = {reason: tokens for reason, tokens in total.recomputed_tokens.items() if tokens}
     return total
-
-
-def _add(total: RoleCounters, part: RoleCounters, sign: int) -> None:
-    for name in RoleCounters.__struct_fields__:
-        value = getattr(part, name)
-        if isinstance(value, dict):
-            mine = getattr(total, name)
-            merged = {key: mine.get(key, 0) + sign * value.get(key, 0) for key in mine.keys() | value.keys()}
-            setattr(total, name, merged)
-        else:
-            setattr(total, name, getattr(total, name) + sign * value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,7 +48,10 @@ def read(path: Path, leg: Leg) -> list[RequestResult]:
         ) from None
     if not found:
         raise KvopsError(f"{path} holds no request", "give the file of a whole run")
-    return found
+    # Prompts that are meant to be of one length differ by a few tokens; a cell for each would tell nothing.
+    length = round(statistics.median(request.prompt_tokens for request in found))
+    rate = found[0].cell.rate_per_second
+    return [msgspec.structs.replace(request, cell=Cell(input_tokens=length, rate_per_second=rate)) for request in found]
 
 
 def _of_vllm(result: dict[str, Any], leg: Leg) -> Iterator[RequestResult]:
@@ -56,11 +61,12 @@ def _of_vllm(result: dict[str, Any], leg: Leg) -> Iterator[RequestResult]:
     rate = float(result.get("request_rate") or 0)
     rate = 0.0 if rate == float("inf") else rate
     errors = result.get("errors") or [""] * len(result["ttfts"])
-    starts = result.get("start_times") or [0.0] * len(result["ttfts"])
+    starts = _unix_times(result) or [0.0] * len(result["ttfts"])
     rows = zip(*(result[key] for key in _PER_REQUEST), errors, starts, strict=True)
     for number, (ttft, itls, prompt_tokens, output_tokens, error, start) in enumerate(rows):
         gaps = sorted(itls)
-        failed = bool(error) or not output_tokens
+        problem = error or ("" if output_tokens else "no output")
+        failed = bool(problem)
         yield RequestResult(
             leg=leg.name,
             round=0,
@@ -78,8 +84,18 @@ def _of_vllm(result: dict[str, Any], leg: Leg) -> Iterator[RequestResult]:
             itl_p99_seconds=quantile(gaps, 0.99) if gaps else None,
             e2e_seconds=None if failed else ttft + sum(gaps),
             output_tokens=output_tokens,
-            error=error or None,
+            error=problem or None,
         )
+
+
+def _unix_times(result: dict[str, Any]) -> list[float]:
+    """Return when requests were sent: the tool keeps its own clock's times, and the hour at which it was done."""
+    starts: list[float] = result.get("start_times") or []
+    if not starts or "date" not in result:
+        return starts
+    ended = datetime.strptime(result["date"], "%Y%m%d-%H%M%S").astimezone().timestamp()
+    began = ended - float(result.get("duration", 0.0))
+    return [began + start - min(starts) for start in starts]
 
 
 def _of_aiperf(content: bytes, leg: Leg) -> Iterator[RequestResult]:

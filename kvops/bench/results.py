@@ -77,6 +77,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         name: what ``RequestResult.leg`` says.
         mode: pull, push or bidirectional.
+        model: the name under which its router serves it.
         connectors: instrumented or stock.
         dispatch: whether prefill's and decode's request are sent one after the other or at once.
         prefill_cache: whether prefill could find prompts, or their beginnings, in its own prefix cache.
@@ -88,6 +89,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str
     mode: str
+    model: str = ""
     connectors: Literal["instrumented", "stock", "unknown"] = "unknown"
     dispatch: Literal["serial", "concurrent", "unknown"] = "unknown"
     prefill_cache: Literal["cold", "warm", "unknown"] = "unknown"
@@ -125,6 +127,15 @@ class RoleCounters(msgspec.Struct, kw_only=True, omit_defaults=True):
     descriptors: int = 0
     reads_after_expiry: int = 0
     expired: int = 0
+
+    def add(self, part: RoleCounters, *, sign: Literal[1, -1] = 1) -> None:
+        """Add what another one counted, or take it away."""
+        for name in self.__struct_fields__:
+            mine, value = getattr(self, name), getattr(part, name)
+            if isinstance(value, dict):
+                setattr(self, name, {key: mine.get(key, 0) + sign * value.get(key, 0) for key in mine | value})
+            else:
+                setattr(self, name, mine + sign * value)
 
 
 class CellCounters(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -62,6 +62,7 @@ class Session:
         self._problems: list[str] = []
         self._failed: dict[str, int] = {}
         self._first_errors: dict[str, str] = {}
+        self._models: dict[str, str] = {}
         self.results: list[RequestResult] = []
 
     def run(self, *, quiet: bool) -> Run:
@@ -101,7 +102,7 @@ class Session:
                 # What was measured so far is kept, under a verdict that says what is missing.
                 if not self.results:
                     raise
-                self._problems.append(f"the run ended early: {problem or 'it was interrupted'}")
+                self._problems.append(f"the run ended early: {str(problem) or 'it was interrupted'}")
             run = self._summary(started)
             self._writer.finish(run)
         return run
@@ -110,11 +111,10 @@ class Session:
         """Run some legs whose engines are up together."""
         async with fleets.running(_distinct_plans(targets), self._progress.fleet), aiohttp.ClientSession() as session:
             _let_interrupts_end_us()
+            for target in targets:
+                self._models[target.leg.name] = await fleets.model_of(session, target.leg, self._headers)
             servers = [
-                Server(
-                    target.leg,
-                    Client(target.leg.router, await fleets.model_of(session, target.leg, self._headers), self._headers),
-                )
+                Server(target.leg, Client(target.leg.router, self._models[target.leg.name], self._headers))
                 for target in targets
             ]
             runner = Runner(session, servers, self)
@@ -148,7 +148,10 @@ class Session:
             seed=self._workload.seed,
             environment=environment.describe(),
             workload=_parameters(self._workload),
-            legs=[target.leg for target in self._targets],
+            legs=[
+                msgspec.structs.replace(target.leg, model=self._models.get(target.leg.name, ""))
+                for target in self._targets
+            ],
             counters=self._counters,
             verdict=Verdict(ok=not problems, problems=problems[:_MOST_PROBLEMS]),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,22 @@ from kvops.errors import KvopsError
 if TYPE_CHECKING:
     from kvops_dashboards.checking import Answer
     from kvops_dashboards.grafana_api import Change
+
+
+def _published(_: click.Context, __: click.Parameter, url: str) -> str:
+    if url and not re.fullmatch(r"https?://[^\s\"'\\()]+", url):
+        raise KvopsError(f"--runbook-url {url!r} is no address", "write it as https://wiki.example.com/runbooks")
+    return url
+
+
+runbook_url_option = click.option(
+    "--runbook-url",
+    default="",
+    metavar="URL",
+    callback=_published,
+    help="Where you publish the folder runbooks/: panels and alerts link URL/NAME.md. Without it they name the command "
+    "that shows the page, 'kvops runbook NAME'.",
+)
 
 
 @click.group()
@@ -33,8 +50,9 @@ def command() -> None:
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), default="dashboards", show_default=True, help="Folder."
 )
+@runbook_url_option
 @json_option
-def generate(*, output: Path, as_json: bool) -> None:
+def generate(*, output: Path, runbook_url: str, as_json: bool) -> None:
     """Write the dashboards as Grafana's JSON, one file each.
 
     \b
@@ -46,7 +64,7 @@ def generate(*, output: Path, as_json: bool) -> None:
     files = []
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for uid, board in stored.dashboards().items():
+        for uid, board in stored.dashboards(runbook_url).items():
             files.append(output / f"{uid}.json")
             files[-1].write_text(json.dumps(board, indent=2, sort_keys=True) + "\n")
     except OSError as error:
@@ -64,8 +82,9 @@ def generate(*, output: Path, as_json: bool) -> None:
 )
 @click.option("--folder", default="kvops", show_default=True, help="Folder in Grafana; made if it is not there.")
 @click.option("--dry-run", is_flag=True, help="Show what would change and change nothing.")
+@runbook_url_option
 @json_option
-def push(*, url: str, token_file: Path, folder: str, dry_run: bool, as_json: bool) -> None:
+def push(*, url: str, token_file: Path, folder: str, dry_run: bool, runbook_url: str, as_json: bool) -> None:
     """Put the dashboards into a running Grafana; those that are the same there are left alone.
 
     \b
@@ -79,7 +98,7 @@ def push(*, url: str, token_file: Path, folder: str, dry_run: bool, as_json: boo
 
     async def run() -> list[Change]:
         async with Grafana(url, token, folder) as grafana:
-            return await grafana.push(stored.dashboards(), dry_run=dry_run)
+            return await grafana.push(stored.dashboards(runbook_url), dry_run=dry_run)
 
     changes = asyncio.run(run())
     if as_json:
@@ -96,9 +115,16 @@ def push(*, url: str, token_file: Path, folder: str, dry_run: bool, as_json: boo
 @click.option("--prefill", multiple=True, metavar="HOST:PORT", help="A prefill engine to scrape; may be repeated.")
 @click.option("--decode", multiple=True, metavar="HOST:PORT", help="A decode engine to scrape; may be repeated.")
 @click.option("--router", multiple=True, metavar="HOST:PORT", help="A router to scrape; may be repeated.")
+@runbook_url_option
 @json_option
 def provision(
-    *, folder: Path, prefill: tuple[str, ...], decode: tuple[str, ...], router: tuple[str, ...], as_json: bool
+    *,
+    folder: Path,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    router: tuple[str, ...],
+    runbook_url: str,
+    as_json: bool,
 ) -> None:
     """Write the files that Grafana, Prometheus, docker compose and kube-prometheus take.
 
@@ -116,7 +142,8 @@ def provision(
     engines = [Target(_address(each), {"role": "prefill"}) for each in prefill]
     engines += [Target(_address(each), {"role": "decode"}) for each in decode]
     try:
-        files = write_provisioning(folder, engines, [Target(_address(each)) for each in router])
+        routers = [Target(_address(each)) for each in router]
+        files = write_provisioning(folder, engines, routers, runbook_url=runbook_url)
     except OSError as error:
         raise _cannot_write(folder, error) from None
     _print_files(files, as_json=as_json)
@@ -137,8 +164,6 @@ def check(*, url: str, window: int, rate_window: str, as_json: bool) -> None:
     Example:
       kvops dashboards check --prometheus http://127.0.0.1:9090
     """
-    import re  # noqa: PLC0415
-
     from kvops_dashboards.checking import check as run_check  # noqa: PLC0415
 
     if not re.fullmatch(r"\d+[smh]", rate_window):

@@ -62,6 +62,8 @@ def command(**options: Any) -> None:
       kvops doctor --kubernetes                     nodes, device plugins and engine pods of a cluster
       kvops doctor --explain NX-05
     """
+    if options["snapshot"] and (options["pair"] or options["aws"] or options["probe"]):
+        raise KvopsError("--snapshot judges one captured machine", "leave --pair, --aws and --probe out")
     if options["kubernetes"]:
         _reach_cluster(options)
     if options["explain"]:

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +38,6 @@ class ProbeView:
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=Console(stderr=True),
             transient=True,
@@ -66,7 +65,8 @@ class ProbeView:
         if not self._live and time.monotonic() - self._began_at > _QUIET_SECONDS:
             self._progress.start()
             self._live = True
-        self._progress.update(self._task, description=step.step, completed=step.done, total=step.total or None)
+        count = f" {step.done}/{step.total}" if step.total else ""
+        self._progress.update(self._task, description=step.step + count, completed=step.done, total=step.total or None)
 
 
 def print_report(report: Report) -> None:

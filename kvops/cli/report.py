@@ -13,6 +13,7 @@ from kvops.errors import KvopsError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvops.journal.advice import Advice
     from kvops.journal.figures import Figures, Leg
     from kvops.journal.intervals import Estimate
 
@@ -36,8 +37,9 @@ def command(*, sources: tuple[Path, ...], html: Path | None, compare: tuple[str,
       kvops report runs/2026-11-30 --compare push pull
       kvops report --compare /var/log/kvops/monday /var/log/kvops/tuesday
     """
+    from kvops.journal import text  # noqa: PLC0415
     from kvops.journal.figures import compare as compare_legs  # noqa: PLC0415
-    from kvops.journal.figures import figures, legs_of_paths  # noqa: PLC0415
+    from kvops.journal.figures import differences, figures, legs_of_paths  # noqa: PLC0415
 
     if not sources and not compare:
         raise KvopsError("nothing to report on", "give a folder of kvops bench or of journals")
@@ -50,14 +52,18 @@ def command(*, sources: tuple[Path, ...], html: Path | None, compare: tuple[str,
     compared = compare_legs(*pair) if pair else None
     if pair and not compared:
         raise KvopsError(f"{pair[0].name} and {pair[1].name} have no cell in common", "compare runs of one workload")
+    notes = text.notes(found, differences(*pair) if pair else ())
+    names = (pair[0].name, pair[1].name) if pair else None
     if html:
-        _write_page(html, found, compared, (pair[0].name, pair[1].name) if pair else None)
+        from kvops.journal.page import page  # noqa: PLC0415
+
+        _write_page(html, page(found, compared, names, remarks=notes, ttls=_ttls(legs)))
     if as_json:
         import msgspec  # noqa: PLC0415
 
-        click.echo(msgspec.json.encode({"legs": found, "compared": compared}).decode())
+        click.echo(msgspec.json.encode({"legs": found, "compared": compared, "notes": notes}).decode())
     else:
-        _print(found, compared, (pair[0].name, pair[1].name) if pair else None)
+        _print(found, compared, names, notes)
 
 
 def _named(legs: Sequence[Leg], name: str) -> Leg:
@@ -83,26 +89,37 @@ def _named(legs: Sequence[Leg], name: str) -> Leg:
     return found[0]
 
 
-def _write_page(path: Path, found: list[Figures], compared: Compared | None, names: tuple[str, str] | None) -> None:
-    from kvops.journal.page import page  # noqa: PLC0415
+def _ttls(legs: Sequence[Leg]) -> dict[str, Advice]:
+    from kvops.journal import observations  # noqa: PLC0415
+    from kvops.journal.advice import decoder_ttl  # noqa: PLC0415
 
+    return {leg.name: decoder_ttl(observations.turns(leg.journal)) for leg in legs if leg.journal}
+
+
+def _write_page(path: Path, content: str) -> None:
     try:
-        path.write_text(page(found, compared, names), encoding="utf-8")
+        path.write_text(content, encoding="utf-8")
     except OSError as error:
         raise KvopsError(f"cannot write {path}: {error.strerror}", "give another file with --html") from None
-    click.echo(f"wrote {path}", err=True)
+    click.echo(f"wrote {path}, {path.stat().st_size / 1e3:.0f} kB", err=True)
 
 
-def _print(found: list[Figures], compared: Compared | None, names: tuple[str, str] | None) -> None:
+def _print(
+    found: list[Figures], compared: Compared | None, names: tuple[str, str] | None, notes: Sequence[str]
+) -> None:
     from kvops.journal import text  # noqa: PLC0415
 
+    for sentence in text.about(found):
+        click.echo(sentence)
     _print_table("Latency and throughput", text.CELL_COLUMNS, text.cell_rows(found))
     if compared and names:
         _print_table(f"{names[0]} / {names[1]}", text.RATIO_COLUMNS, text.ratio_rows(compared))
+    _print_table("Counted by the engines", text.COUNTED_COLUMNS, text.counted_rows(found))
     _print_table("KV on the move", text.FLOW_COLUMNS, text.flow_rows(found))
+    _print_table("Prefill's tokens, of a mean request", text.PROMPT_COLUMNS, text.prompt_rows(found))
     _print_table("Tokens", ("leg", "what", "tokens", "share"), text.token_rows(found))
     _print_table("Held blocks", text.HELD_COLUMNS, text.held_rows(found))
-    for note in text.notes(found):
+    for note in notes:
         click.echo(note, err=True)
 
 

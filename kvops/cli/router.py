@@ -89,7 +89,7 @@ def command(
     logging.getLogger("kvops.router").info("serving mode %s on %s:%d", mode, host, port)
     try:
         if workers == 1:
-            app.serve(app.make_app(sources, settings), host, port, admin_port=admin_port, tls=context)
+            app.serve(app.make_router(sources, settings), host, port, admin_port=admin_port, tls=context)
         else:
             tls = (tls_cert, tls_key) if tls_cert and tls_key else None
             several.serve(sources, settings, host, port, workers=workers, admin_port=admin_port, tls=tls)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvops.doctor.host import Argv
 
 HOSTNAME = "/proc/sys/kernel/hostname"
+NVIDIA_DETAILS = ("nvidia-smi", "-q")
 
 _OF_INIT = {"/proc/1/limits", "/proc/1/status"}
 _PID_FILE = re.compile(r"^/proc/(\d+)/")
@@ -46,6 +47,7 @@ _PROMPT = re.compile(r"(?i)prompt|received request|messages|completion")
 _LIBRARIES = re.compile(r"libs found|fabric|efa|ibverbs|nccl|nrt|cudart|libuc[pstm]|rdma|hwloc|plugin_")
 _PACKAGES = re.compile(r"fabric|efa|ibverbs|rdma|nccl|neuron|nvidia|cuda|ucx|gdrcopy", re.IGNORECASE)
 _DISTRIBUTIONS = re.compile(r"^\.?(?:vllm|nixl|torch|nvidia|libneuron|neuron|ucx|cuda)", re.IGNORECASE)
+_OTHER_PROCESS = re.compile(r"^\s+(?:Process ID|Name)\s+:")
 _KERNEL_OPTIONS = re.compile(r"PCI_P2PDMA|INFINIBAND|DMABUF|DMA_SHARED")
 _METRICS = re.compile(r"^vllm:(?:nixl_|request_success|generation_tokens)")
 
@@ -76,6 +78,7 @@ def capture(host: Host) -> dict[str, bytes]:
     run(facts)
     for pattern in manifest.PATHS:
         expand(host, pattern)
+    host.prefetch((*manifest.COMMANDS, *manifest.FOR_PEOPLE))
     hostname = host.read(HOSTNAME)
     return _Bundle(host, facts, "" if isinstance(hostname, Gap) else hostname.strip()).members
 
@@ -149,6 +152,8 @@ class _Bundle:
     def _command_text(self, argv: Argv, text: str) -> str:
         if argv[-2:] == ("-o", "json") or argv[0] == "aws":
             return self._redactor.json(text)
+        if argv == NVIDIA_DETAILS:
+            text = _lines(text, lambda line: not _OTHER_PROCESS.match(line))
         wanted = {"dmesg": _KERNEL_LOG, "ldconfig": _LIBRARIES, "curl": _METRICS}.get(argv[0])
         if argv in {manifest.DPKG, manifest.RPM}:
             wanted = _PACKAGES

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kvops.doctor.parsers import whole_number
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -28,17 +30,19 @@ class Engine:
     home: Facts | None = field(default=None, compare=False, repr=False)
 
     def option(self, name: str, default: str = "") -> str:
-        """Return the value of a command-line option in any of its spellings; the default when it is not given."""
+        """Return the value of a command-line option in any of its spellings; the default when it is not given.
+
+        Of several values the last one counts, as for vLLM's own parser.
+        """
         spellings = {name, name.replace("-", "_").replace("__", "--", 1), SHORT_OPTIONS.get(name, name)}
-        for position, word in enumerate(self.argv):
-            given, equals, value = word.partition("=")
-            if given not in spellings:
-                continue
-            if equals:
-                return value
-            following = self.argv[position + 1 : position + 2]
-            return following[0] if following and not following[0].startswith("--") else "true"
-        return default
+        given = [place for place, word in enumerate(self.argv) if word.partition("=")[0] in spellings]
+        if not given:
+            return default
+        _, equals, value = self.argv[given[-1]].partition("=")
+        if equals:
+            return value
+        following = self.argv[given[-1] + 1 : given[-1] + 2]
+        return following[0] if following and not following[0].startswith("--") else "true"
 
     @cached_property
     def model(self) -> str:
@@ -87,12 +91,12 @@ class Engine:
     def side_channel_port(self) -> int:
         """Return the base port of the side channel, 0 when it is not a number."""
         text = self.env.get("VLLM_NIXL_SIDE_CHANNEL_PORT", str(SIDE_CHANNEL_PORT))
-        return int(text) if text.isdecimal() else 0
+        return whole_number(text) or 0
 
     def number(self, name: str, default: int = 1) -> int:
         """Return an integer option, the default when it is not given or not a number."""
-        value = self.option(name)
-        return int(value) if value.isdecimal() else default
+        value = whole_number(self.option(name))
+        return default if value is None else value
 
     @property
     def tensor_parallel(self) -> int:

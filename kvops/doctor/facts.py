@@ -14,7 +14,19 @@ from kvops.doctor import manifest
 from kvops.doctor.engines import Engine, is_engine, is_worker
 from kvops.doctor.host import Argv, Gap, Host, Output, Why
 from kvops.doctor.instances import Instance, instances
-from kvops.doctor.parsers import ParseError, cloud, fi_info, neuron, nvidia, packages, pci, proc, ucx
+from kvops.doctor.parsers import (
+    ParseError,
+    cloud,
+    fi_info,
+    neuron,
+    nvidia,
+    packages,
+    pci,
+    proc,
+    rdma,
+    ucx,
+    whole_number,
+)
 from kvops.doctor.parsers.versions import Version, version
 
 if TYPE_CHECKING:
@@ -210,9 +222,10 @@ class Facts:
     def page_size(self) -> int:
         """Return the page size in bytes."""
         text = self.output(manifest.PAGE_SIZE).stdout.strip()
-        if not text.isdecimal():
+        size = whole_number(text)
+        if size is None:
             raise UnavailableError(f"getconf PAGESIZE printed {text[:40]!r}")
-        return int(text)
+        return size
 
     @cached_property
     def kernel_options(self) -> dict[str, str]:
@@ -245,6 +258,18 @@ class Facts:
             raise UnavailableError(str(found))
         return [self._pci_device(address) for address in self.names("/sys/bus/pci/devices")]
 
+    def host_bridge(self, address: str) -> str:
+        """Return the host bridge (``pci0000:50``) that a PCI device is under.
+
+        Raises:
+            UnavailableError: sysfs does not show it.
+        """
+        link = _present(self.host.readlink(f"/sys/bus/pci/devices/{address}"))
+        found = re.search(r"/(pci[0-9a-f]{4,8}:[0-9a-f]{2})/", link)
+        if found is None:
+            raise UnavailableError(f"/sys/bus/pci/devices/{address} -> {link[:80]}: no host bridge in it")
+        return found[1]
+
     def _pci_device(self, address: str) -> pci.PciDevice:
         folder = f"/sys/bus/pci/devices/{address}/"
         ids = (self.text(folder + name).strip().removeprefix("0x") for name in ("vendor", "device", "class"))
@@ -254,6 +279,21 @@ class Facts:
     def efa_pci(self) -> list[pci.PciDevice]:
         """Return the EFA devices by PCI id: names depend on the age of pci.ids."""
         return [d for d in self.pci_devices if d.vendor == AMAZON and re.fullmatch("efa[0-9a-f]", d.device)]
+
+    @cached_property
+    def efa_generations(self) -> list[str]:
+        """Return the PCI device ids of the EFAs; where the bus was not captured, as ``ibv_devinfo`` has them."""
+        try:
+            return sorted({device.device for device in self.efa_pci})
+        except UnavailableError:
+            devices = [fields for fields in self.verbs_devices.values() if fields.get("vendor_id") == f"0x{AMAZON}"]
+        numbers = {whole_number(fields.get("vendor_part_id", "")) for fields in devices}
+        return sorted(f"{number:x}" for number in numbers if number is not None)
+
+    @cached_property
+    def verbs_devices(self) -> dict[str, dict[str, str]]:
+        """Return what ``ibv_devinfo`` says of each device."""
+        return self.parsed(manifest.IBV_DEVINFO, rdma.parse_ibv_devinfo)
 
     @cached_property
     def gpu_pci(self) -> list[pci.PciDevice]:
@@ -267,7 +307,10 @@ class Facts:
 
     @cached_property
     def rdma_devices(self) -> list[RdmaDevice]:
-        """Return the devices under ``/sys/class/infiniband``."""
+        """Return the devices under ``/sys/class/infiniband``, from ``ibv_devinfo`` where that was not captured."""
+        if self._only_captured("/sys/class/infiniband", manifest.IBV_DEVINFO):
+            vendors = {name: fields.get("vendor_id", "") for name, fields in self.verbs_devices.items()}
+            return [RdmaDevice(name, vendor.removeprefix("0x"), "") for name, vendor in vendors.items()]
         devices = []
         for name in self.names("/sys/class/infiniband"):
             folder = f"/sys/class/infiniband/{name}/device"
@@ -281,15 +324,23 @@ class Facts:
         """Return the EFA devices that the RDMA subsystem shows."""
         return [device for device in self.rdma_devices if device.is_efa]
 
+    def _only_captured(self, folder: str, argv: Argv) -> bool:
+        """Tell whether a snapshot has a command's output and not the folder that says the same."""
+        listing = self.host.listdir(folder)
+        uncaptured = isinstance(listing, Gap) and listing.why is not Why.ABSENT
+        return uncaptured and isinstance(self.host.run(argv), Output)
+
     def counters(self, device: str) -> dict[str, int]:
         """Return the hardware counters of an RDMA device and of its port."""
+        if self._only_captured(f"/sys/class/infiniband/{device}/ports/1/hw_counters", manifest.RDMA_STATISTIC):
+            return self.parsed(manifest.RDMA_STATISTIC, rdma.parse_statistics).get(device, {})
         values: dict[str, int] = {}
         for folder in ("hw_counters", "ports/1/hw_counters"):
             path = f"/sys/class/infiniband/{device}/{folder}"
             for name in self.names(path):
-                text = self.text(f"{path}/{name}").strip()
-                if text.isdecimal():
-                    values[name] = int(text)
+                count = whole_number(self.text(f"{path}/{name}").strip())
+                if count is not None:
+                    values[name] = count
         return values
 
     @cached_property
@@ -311,7 +362,7 @@ class Facts:
         """Return the EFA provider libraries of libibverbs (``libefa-rdmav59.so``) in the folders that exist."""
         self.require_shared_files()
         found = [f"{folder}/{name}" for folder in VERBS_FOLDERS for name in self.names(folder)]
-        return [path for path in found if re.search(r"/libefa-rdmav\d+\.so$", path)]
+        return [path for path in found if re.search(r"/libefa-rdmav\d{1,4}\.so$", path)]
 
     # Userspace
 

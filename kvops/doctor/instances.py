@@ -28,6 +28,7 @@ class Instance:
     page_size: int = 4096
     neuron_pci: str | None = None
     host_bridge_only: bool = False
+    device_rdma: bool = True
     nvswitch: bool = False
 
     @property

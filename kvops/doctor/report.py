@@ -23,6 +23,8 @@ STYLES = {
     State.SKIP: "dim",
 }
 ORDER = (State.FAIL, State.WARN, State.UNKNOWN, State.PASS, State.SKIP)
+# Of the checks without evidence, as many as fit two lines are named.
+MANY = 10
 WORDS = {
     State.FAIL: "failed",
     State.WARN: "warned",
@@ -54,7 +56,8 @@ def rows(report: Report, *, verbose: bool = False) -> Iterator[Row]:
     else:
         yield from _group_rows(report)
     yield Row("", "")
-    yield Row("verdict", _verdict(report), STYLES[_overall(report)])
+    hint = "" if verbose else " (-v shows each check)"
+    yield Row("verdict", _verdict(report) + hint, STYLES[_overall(report)])
 
 
 def _cause_rows(report: Report, cause: Result) -> Iterator[Row]:
@@ -77,6 +80,11 @@ def _group_rows(report: Report) -> Iterator[Row]:
         counts = [f"{states.count(state)} {WORDS[state]}" for state in ORDER if state in states]
         worst = next(state for state in ORDER if state in states)
         yield Row(group, ", ".join(counts), STYLES[worst])
+    unknown = [result.check.id for result in report.results if result.state is State.UNKNOWN]
+    if unknown:
+        more = f" and {len(unknown) - MANY}" if len(unknown) > MANY else ""
+        yield Row("", "")
+        yield Row("unknown", f"no evidence for {', '.join(unknown[:MANY])}{more}: -v says why", STYLES[State.UNKNOWN])
 
 
 def _every_result(report: Report) -> Iterator[Row]:
@@ -95,7 +103,7 @@ def _overall(report: Report) -> State:
 def _verdict(report: Report) -> str:
     counts = ", ".join(f"{report.count(state)} {WORDS[state]}" for state in ORDER if report.count(state))
     sentence = {0: "nothing failed", 1: "KV will not move as it should", 2: "there is no evidence to judge by"}
-    return f"{sentence[report.exit_status]}: {counts} (-v shows each check)"
+    return f"{sentence[report.exit_status]}: {counts}"
 
 
 def write_text(lines: Iterable[Row], *, terminal: bool) -> None:

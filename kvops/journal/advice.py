@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 from kvops.journal import fits, observations
 from kvops.journal.figures import ALL
 from kvops.journal.intervals import estimate, ratio
+from kvops.router.settings import margin_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
 MIN_GAPS = 30
 MIN_HOLDS = 30
-# The router leaves a handle unused this near to its end (router setting ttl_margin_seconds), for prefill may queue.
-TTL_MARGIN_SECONDS = 30
 # A TTL that wins this share of all reuse; the last few percent are long pauses, each held for at the full price.
 _REUSE_SHARE = 0.95
 _CURVE_POINTS = 12
@@ -193,14 +193,19 @@ def decoder_ttl(turns: Turns) -> Advice:
 
 def ttl_for_gap(gap_seconds: float) -> int:
     """Return the smallest TTL with which the router still uses the handle after a gap."""
-    return min(math.floor(gap_seconds) + 1 + TTL_MARGIN_SECONDS, _MAX_TTL_SECONDS)
+    longer = itertools.count(math.floor(gap_seconds) + 1)
+    return min(next(ttl for ttl in longer if gap_seconds < _usable_seconds(ttl)), _MAX_TTL_SECONDS)
 
 
 def ttl_point(turns: Turns, ttl_seconds: int) -> Point:
     """Return what a TTL would have won and paid; a hold ends with the next turn, the TTL or the journal."""
-    in_time = turns.gap_seconds < ttl_seconds - TTL_MARGIN_SECONDS
+    in_time = turns.gap_seconds < _usable_seconds(ttl_seconds)
     held = np.where(in_time, turns.gap_seconds, np.minimum(ttl_seconds, turns.seen_seconds))
     return Point(ttl_seconds, int(turns.reusable_tokens[in_time].sum()), float((held * turns.blocks).sum()))
+
+
+def _usable_seconds(ttl_seconds: int) -> float:
+    return ttl_seconds - margin_of(ttl_seconds)
 
 
 def lease(journal: Journal) -> Advice:

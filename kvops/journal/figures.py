@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -20,6 +21,8 @@ ALL = "all"
 LATENCIES = ("ttft_seconds", "tpot_seconds", "itl_p50_seconds", "itl_p99_seconds")
 PHASES = ("queue", "handshake", "post", "data", "other")
 _MOST_TURNS = 50
+# With fewer a 99th percentile is not between two of the values but beyond them.
+_FEWEST_FOR_P99 = 100
 
 # One row a request: the router's times with decode's tokens. In push mode the write is on prefill's hold line.
 _ROUTED = """
@@ -92,12 +95,31 @@ class Held(msgspec.Struct, kw_only=True):
     longest_seconds: float
 
 
+class Prompts(msgspec.Struct, kw_only=True):
+    """Where prefill's prompt tokens of one cell came from, tokens of a mean request.
+
+    Attributes:
+        cell: its name.
+        requests: how many.
+        computed: by prefill.
+        remote: read back from decode.
+        local_hit: found in prefill's own cache.
+    """
+
+    cell: str
+    requests: int
+    computed: float
+    remote: float
+    local_hit: float
+
+
 class Kv(msgspec.Struct, kw_only=True):
     """What the engines' journals say about KV.
 
     Attributes:
         flows: by direction.
         prefill_tokens: of prompts on prefill: local_hit, remote, computed.
+        prompts: the same of a mean request, by cell of the run.
         recomputed_tokens: on both sides, by reason.
         held: by holder and end.
         unreadable_lines: lines that were skipped.
@@ -106,6 +128,7 @@ class Kv(msgspec.Struct, kw_only=True):
 
     flows: list[Flow]
     prefill_tokens: dict[str, int]
+    prompts: list[Prompts] = []
     recomputed_tokens: dict[str, int]
     held: list[Held]
     unreadable_lines: int
@@ -113,12 +136,25 @@ class Kv(msgspec.Struct, kw_only=True):
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """Everything about one leg."""
+    """Everything about one leg.
+
+    Attributes:
+        leg: its name.
+        mode: pull, bidirectional or push; several are joined by ``+``.
+        cells: latencies by point of the workload, the last one over all.
+        kv: what its journals say; None without journals.
+        counted: what its engines counted while its cells ran, by role; empty for journals.
+        about: how and where it was measured, a sentence each; empty for journals.
+        problems: why the run's figures may mean nothing, a sentence each; empty for a run without fault.
+    """
 
     leg: str
     mode: str
     cells: list[Cell]
     kv: Kv | None
+    counted: dict[str, results.RoleCounters] = {}
+    about: list[str] = []
+    problems: list[str] = []
 
 
 @dataclass
@@ -130,12 +166,20 @@ class Leg:
         mode: pull, bidirectional or push; several are joined by ``+``.
         samples: by cell, arrays of one value a request: ``LATENCIES``, good, started, ended, output_tokens.
         journal: its journals, if there are any.
+        counted: as in ``Figures``.
+        about: likewise.
+        problems: likewise.
+        conditions: what else but the leg itself decides about its figures; empty for journals.
     """
 
     name: str
     mode: str
     samples: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     journal: Journal | None = None
+    counted: dict[str, results.RoleCounters] = field(default_factory=dict)
+    about: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    conditions: dict[str, Any] = field(default_factory=dict)
 
     def good(self, cell: str, latency: str) -> np.ndarray:
         """Return the latencies of the requests of a cell that ended well."""
@@ -161,11 +205,26 @@ def legs_of_paths(paths: Sequence[Path]) -> list[Leg]:
 def figures(leg: Leg) -> Figures:
     """Return the figures of one leg."""
     cells = [_cell(leg, name) for name in leg.samples]
-    return Figures(leg=leg.name, mode=leg.mode, cells=cells, kv=_kv(leg.journal) if leg.journal else None)
+    kv = _kv(leg.journal) if leg.journal else None
+    return Figures(
+        leg=leg.name, mode=leg.mode, cells=cells, kv=kv, counted=leg.counted, about=leg.about, problems=leg.problems
+    )
+
+
+def differences(first: Leg, second: Leg) -> list[str]:
+    """Return the conditions in which two legs differ, such as ``seconds``; nothing is known of those of journals."""
+    if not (first.conditions and second.conditions):
+        return []
+    names = first.conditions.keys() | second.conditions.keys()
+    return sorted(name for name in names if first.conditions.get(name) != second.conditions.get(name))
 
 
 def compare(first: Leg, second: Leg) -> dict[str, dict[str, Estimate]]:
-    """Return by cell and latency the mean of ``first`` divided by that of ``second``."""
+    """Return by cell and latency the mean of ``first`` divided by that of ``second``.
+
+    The mean over all requests of two runs with different cells would compare different work, so it is left out then.
+    """
+    mixed = bool(first.conditions and second.conditions) and first.samples.keys() != second.samples.keys()
     return {
         cell: {
             latency: found
@@ -173,27 +232,40 @@ def compare(first: Leg, second: Leg) -> dict[str, dict[str, Estimate]]:
             if (found := ratio(first.good(cell, latency), second.good(cell, latency))) is not None
         }
         for cell in first.samples
-        if cell in second.samples
+        if cell in second.samples and not (mixed and cell == ALL)
     }
 
 
 def _legs_of_run(folder: Path, prefix: str) -> list[Leg]:
     run = results.read_run(folder)
-    legs = {leg.name: Leg(prefix + leg.name, leg.mode) for leg in run.legs}
+    about, conditions = _about_run(folder, run), _conditions(run)
+    problems = [] if run.verdict.ok else [f"{folder.name}: the run FAILED: {one}" for one in run.verdict.problems]
+    legs = {
+        leg.name: Leg(
+            prefix + leg.name,
+            leg.mode,
+            counted=_counted(run, leg.name),
+            about=[about, _about_leg(prefix, leg)],
+            problems=problems or run.verdict.problems,
+            conditions=conditions,
+        )
+        for leg in run.legs
+    }
     columns: dict[str, dict[str, list[tuple[float, ...]]]] = {name: {} for name in legs}
-    sent: dict[str, list[str]] = {name: [] for name in legs}
+    sent: dict[str, dict[str, str]] = {name: {} for name in legs}
     for request in results.read_requests(folder):
         if request.leg not in columns:
             continue
-        sent[request.leg].append(request.request_id)
+        cell = _cell_name(run.kind, request)
+        sent[request.leg][request.request_id] = cell
         if request.outcome == "aborted":
             continue
-        for cell in (_cell_name(run.kind, request), ALL):
-            columns[request.leg].setdefault(cell, []).append(_row(request))
+        for name in (cell, ALL):
+            columns[request.leg].setdefault(name, []).append(_row(request))
     for name, leg in legs.items():
         found = columns[name]
-        for cell in sorted(found, key=lambda cell: (cell == ALL, _natural(cell))):
-            leg.samples[cell] = dict(zip(_ROW, np.array(found[cell], dtype=float).T, strict=True))
+        for each in sorted(found, key=lambda each: (each == ALL, _natural(each))):
+            leg.samples[each] = dict(zip(_ROW, np.array(found[each], dtype=float).T, strict=True))
         files = results.journal_files(folder, name)
         if files:
             leg.journal = Journal(files)
@@ -201,6 +273,49 @@ def _legs_of_run(folder: Path, prefix: str) -> list[Leg]:
     return list(legs.values())
 
 
+# What may differ between two runs that are compared: the rest is how long and how often the same was done.
+_NOT_CONDITIONS = ("seed", "rounds", "seconds", "conversations", "warm_up")
+
+
+def _counted(run: results.Run, leg: str) -> dict[str, results.RoleCounters]:
+    cells = [cell for cell in run.counters if cell.leg == leg]
+    totals = {"prefill": results.RoleCounters(), "decode": results.RoleCounters()} if cells else {}
+    for cell in cells:
+        totals["prefill"].add(cell.prefill)
+        totals["decode"].add(cell.decode)
+    return totals
+
+
+def _conditions(run: results.Run) -> dict[str, Any]:
+    workload = {name: value for name, value in run.workload.items() if name not in _NOT_CONDITIONS}
+    if run.kind == "imported":
+        return {"kind": run.kind}
+    machine = (run.environment.host, run.environment.gpus)
+    models = sorted({leg.model for leg in run.legs})
+    return {"kind": run.kind, "machine": machine, "versions": run.environment.versions, "model": models, **workload}
+
+
+def _about_run(folder: Path, run: results.Run) -> str:
+    if run.kind == "imported":
+        return f"{folder.name}: requests of another tool"
+    where = run.environment
+    versions = ", ".join(f"{name} {where.versions[name]}" for name in ("vllm", "nixl") if name in where.versions)
+    started = datetime.fromtimestamp(run.started, UTC)
+    machine = ", ".join(where.gpus) or f"{where.cpus} CPUs ({where.cpu})"
+    models = ", ".join(sorted({leg.model for leg in run.legs if leg.model}))
+    told = f"{folder.name}: {run.kind} of {started:%Y-%m-%d %H:%M} UTC"
+    return f"{told}, client on {machine}" + "".join(f"; {part}" for part in (models, versions) if part)
+
+
+def _about_leg(prefix: str, leg: results.Leg) -> str:
+    ids = ", conversations named" if leg.conversation_ids else ""
+    return (
+        f"{prefix}{leg.name}: {leg.mode}, {leg.connectors} connectors, prefill and decode asked "
+        f"{_DISPATCH[leg.dispatch]}, prefill's own cache {leg.prefill_cache}{ids}"
+    )
+
+
+_DISPATCH = {"serial": "one after the other", "concurrent": "at once", "unknown": "in an unknown order"}
 _ROW = ("good", "started", "ended", "output_tokens", *LATENCIES)
 
 
@@ -218,6 +333,9 @@ def _row(request: results.RequestResult) -> tuple[float, ...]:
 def _cell_name(kind: str, request: results.RequestResult) -> str:
     if kind == "turns":
         return f"turn {request.turn}"
+    if kind == "imported":
+        known = f", {request.cell.rate_per_second:g} req/s" if request.cell.rate_per_second else ""
+        return f"about {request.cell.input_tokens} tokens{known}"
     rate = f"{request.cell.rate_per_second:g} req/s" if request.cell.rate_per_second else "one at a time"
     return f"{request.cell.input_tokens} tokens, {rate}"
 
@@ -258,12 +376,13 @@ def _cell(leg: Leg, name: str) -> Cell:
     )
     tokens = float(np.nansum(sample["output_tokens"]))
     estimates = {latency: estimate(leg.good(name, latency)) for latency in LATENCIES}
+    ttft = leg.good(name, "ttft_seconds")
     return Cell(
         name=name,
         requests=int(sample["good"].size),
         failed=int(np.sum(sample["good"] == 0)),
         output_tokens_per_second=tokens / span if span > 0 else 0.0,
-        ttft_p99_seconds=estimate(leg.good(name, "ttft_seconds"), p99),
+        ttft_p99_seconds=estimate(ttft, p99) if ttft.size >= _FEWEST_FOR_P99 else None,
         **estimates,
     )
 
@@ -287,6 +406,7 @@ def _kv(journal: Journal) -> Kv:
     return Kv(
         flows=[flow for direction in ("p_to_d", "d_to_p") if (flow := _flow(journal, direction))],
         prefill_tokens={"local_hit": local, "remote": remote, "computed": max(0, prompt - local - remote)},
+        prompts=sorted((Prompts(**row) for row in _prompts(journal)), key=lambda one: _natural(one.cell)),
         recomputed_tokens={reason: int(count) for reason, count in reasons},
         held=[
             Held(holder=holder, ended_by=end, holds=holds, block_seconds=float(cost), longest_seconds=float(longest))
@@ -295,6 +415,15 @@ def _kv(journal: Journal) -> Kv:
         unreadable_lines=journal.unreadable,
         unknown_version_lines=journal.unknown_version,
     )
+
+
+def _prompts(journal: Journal) -> list[dict[str, Any]]:
+    rows = journal.rows(
+        "SELECT l.cell, count(*), avg(p.prompt - p.local_hit - p.remote), avg(p.remote), avg(p.local_hit)"
+        " FROM (SELECT cell, unnest(legs) AS leg FROM routed WHERE cell IS NOT NULL) l"
+        " JOIN requests p ON p.leg = l.leg AND p.role = 'prefill' GROUP BY 1"
+    )
+    return [dict(zip(Prompts.__struct_fields__, row, strict=True)) for row in rows]
 
 
 def _flow(journal: Journal, direction: str) -> Flow | None:

@@ -9,20 +9,25 @@ from kvops import __version__
 from kvops.journal import plots
 from kvops.journal.text import (
     CELL_COLUMNS,
+    COUNTED_COLUMNS,
     FLOW_COLUMNS,
     HELD_COLUMNS,
+    PROMPT_COLUMNS,
     RATIO_COLUMNS,
+    about,
     cell_rows,
+    counted_rows,
     flow_rows,
     held_rows,
-    notes,
+    prompt_rows,
     ratio_rows,
     token_rows,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from kvops.journal.advice import Advice
     from kvops.journal.figures import Figures
     from kvops.journal.intervals import Estimate
 
@@ -45,7 +50,7 @@ svg { width: 100%; height: auto; display: block } svg text { font-family: system
   font-variant-numeric: tabular-nums; white-space: nowrap }
 th, td { padding: .25rem .75rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line) }
 th { font-weight: 500; color: var(--faint) } td:nth-child(-n+2), th:nth-child(-n+2) { text-align: left }
-.note { color: var(--faint) }
+.note { color: var(--faint); margin: .25rem 0 } .remark { border-left: 4px solid var(--s1); padding-left: .75rem }
 """
 
 
@@ -53,15 +58,28 @@ def page(
     legs: Sequence[Figures],
     compared: dict[str, dict[str, Estimate]] | None = None,
     names: tuple[str, str] | None = None,
+    *,
+    remarks: Sequence[str] = (),
+    ttls: Mapping[str, Advice] | None = None,
 ) -> str:
-    """Return the HTML of a report on ``legs``, with the comparison of the two called ``names``."""
+    """Return the HTML of a report.
+
+    Args:
+        legs: what to report on.
+        compared: ratios of two legs.
+        names: of these two.
+        remarks: what the reader must know before believing the figures.
+        ttls: advice on decode's TTL, by leg.
+    """
     drawn = {
         "Time to first token": plots.latency(legs, "ttft_seconds", "Time to first token"),
         "Time per output token": plots.latency(legs, "tpot_seconds", "Time per output token"),
         "Wait for KV by phase": plots.phases(legs),
+        "Tokens that prefill computed": plots.computed(legs),
         "Where prompt tokens came from": plots.reuse(legs),
         "Computed tokens by reason": plots.recomputed(legs),
         "Held blocks": plots.held(legs),
+        "Decode's TTL: reuse won against blocks held": plots.ttl_curves(ttls or {}),
     }
     if compared and names:
         drawn |= {
@@ -75,11 +93,14 @@ def page(
     if compared and names:
         tables.append(_table(f"{names[0]} / {names[1]}", RATIO_COLUMNS, ratio_rows(compared)))
     tables += [
+        _table("Counted by the engines", COUNTED_COLUMNS, counted_rows(legs)),
         _table("KV on the move", FLOW_COLUMNS, flow_rows(legs)),
+        _table("Prefill's tokens, of a mean request", PROMPT_COLUMNS, prompt_rows(legs)),
         _table("Tokens", ("leg", "what", "tokens", "share"), token_rows(legs)),
         _table("Held blocks", HELD_COLUMNS, held_rows(legs)),
     ]
-    remarks = "".join(f'<p class="note">{escape(note)}</p>' for note in notes(legs))
+    told = "".join(f'<p class="note">{escape(line)}</p>' for line in about(legs))
+    told += "".join(f'<p class="remark">{escape(line)}</p>' for line in remarks)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -87,7 +108,7 @@ def page(
         f"<style>{_STYLE}</style></head><body><h1>kvops report</h1>"
         f'<p class="note">{escape(", ".join(f"{leg.leg} ({leg.mode})" for leg in legs))}; kvops {__version__}; '
         "brackets hold 95 % intervals</p>"
-        f'{remarks}<div class="plots">{figures}</div>{"".join(tables)}</body></html>\n'
+        f'{told}<div class="plots">{figures}</div>{"".join(tables)}</body></html>\n'
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    from kvops.journal.advice import Advice
     from kvops.journal.figures import Figures
     from kvops.journal.intervals import Estimate
 
@@ -91,6 +92,13 @@ def reuse(legs: Sequence[Figures]) -> str | None:
     )
 
 
+def computed(legs: Sequence[Figures]) -> str | None:
+    """Return what prefill computed of a mean request, by leg and cell; None where no run's journals tell."""
+    rows = {leg.leg: {one.cell: one.computed for one in leg.kv.prompts} for leg in legs if leg.kv and leg.kv.prompts}
+    cells = list(dict.fromkeys(cell for amounts in rows.values() for cell in amounts))
+    return _grouped(cells, rows, "tokens of a mean request", "Tokens that prefill computed")
+
+
 def recomputed(legs: Sequence[Figures]) -> str | None:
     """Return tokens computed, by reason; None without journals."""
     rows = [(leg.leg, leg.kv.recomputed_tokens) for leg in legs if leg.kv and leg.kv.recomputed_tokens]
@@ -125,6 +133,34 @@ def ratios(compared: dict[str, dict[str, Estimate]], field: str, title: str) -> 
         axes.set_ylim(len(found) - 0.5, -0.5)
         axes.set_xlabel("ratio with 95 % interval; left of 1 the first is faster")
         return _svg(figure, title)
+
+
+def ttl_curves(ttls: Mapping[str, Advice]) -> str | None:
+    """Return what decode's TTLs would win and pay, a line a leg, the advised one in bold; None without any."""
+    found = {leg: advice for leg, advice in ttls.items() if advice.curve}
+    if not found:
+        return None
+    with mpl.rc_context(_STYLE):
+        figure, axes = _figure(3.6)
+        for number, (leg, advice) in enumerate(found.items()):
+            most = max(point.reused_tokens for point in advice.curve) or 1
+            paid = [point.block_seconds for point in advice.curve]
+            won = [100 * point.reused_tokens / most for point in advice.curve]
+            axes.plot(paid, won, "o-", color=_SERIES[number % len(_SERIES)], label=leg)
+            for point, across, up in zip(advice.curve, paid, won, strict=True):
+                if point.ttl_seconds in (advice.value, 480, advice.curve[0].ttl_seconds):
+                    chosen = point.ttl_seconds == advice.value
+                    axes.annotate(
+                        f"{point.ttl_seconds} s" + (", advised" if chosen else ""), (across, up), (6, -13),
+                        textcoords="offset points", fontweight="bold" if chosen else None,
+                    )  # fmt: skip
+        axes.grid(visible=True, axis="y")
+        axes.margins(x=0.15, y=0.12)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_xlabel("block-seconds held on decode")
+        axes.set_ylabel("% of tokens read back")
+        _legend(axes, len(found))
+        return _svg(figure, "Decode's TTL")
 
 
 def _way(leg: Figures, direction: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from kvops.errors import KvopsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 VERSION = 1
 _MEMORY_LIMIT = "500MB"
@@ -67,7 +67,8 @@ _TABLES = {
         SELECT row_number() OVER () AS id, client_id, list_transform(legs, lambda leg: leg.id) AS legs,
                conversation, turn, mode,
                outcome,
-               list_min(list_transform(legs, lambda leg: leg.started_at)) AS started, first_byte_at, ended_at
+               list_min(list_transform(legs, lambda leg: leg.started_at)) AS started, first_byte_at, ended_at,
+               NULL::VARCHAR AS cell
         FROM lines WHERE kind = 'router' AND ts IS NOT NULL""",
 }
 
@@ -123,15 +124,24 @@ class Journal:
         self._db.execute("DROP TABLE lines")
         self.unreadable = total - sum(int(self.one(f"SELECT count(*) FROM {name}")) for name in _TABLES)
 
-    def keep(self, client_ids: Sequence[str]) -> bool:
-        """Keep only the lines of requests that clients sent under ``client_ids``; False, and all is kept, if none is.
+    def keep(self, cells: Mapping[str, str]) -> bool:
+        """Keep only the lines of some requests; False, and all is kept, if none of theirs is known.
 
         Legs of a run may share their engines, so that each one's journals hold the other's requests, and warm-ups.
+
+        Args:
+            cells: by the id under which the client sent a request, its cell; column ``cell`` of ``routed`` after this.
         """
-        self._db.execute("CREATE OR REPLACE TEMP TABLE wanted AS SELECT unnest(?::VARCHAR[]) AS id", [list(client_ids)])
+        self._db.execute(
+            "CREATE OR REPLACE TEMP TABLE wanted AS SELECT unnest(?::VARCHAR[]) AS id, unnest(?::VARCHAR[]) AS cell",
+            [list(cells), list(cells.values())],
+        )
         if not self.one("SELECT count(*) FROM routed SEMI JOIN wanted ON wanted.id = routed.client_id"):
             return False
-        self._db.execute("DELETE FROM routed WHERE client_id IS NULL OR client_id NOT IN (SELECT id FROM wanted)")
+        self._db.execute(
+            "CREATE OR REPLACE TEMP TABLE routed AS SELECT routed.* EXCLUDE (cell), wanted.cell FROM routed"
+            " JOIN wanted ON wanted.id = routed.client_id"
+        )
         for table in ("requests", "holds"):
             self._db.execute(f"DELETE FROM {table} WHERE leg NOT IN (SELECT unnest(legs) FROM routed)")
         return True

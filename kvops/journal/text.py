@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from kvops.journal.figures import LATENCIES, PHASES
+from kvops.journal.figures import ALL, LATENCIES, PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvops.journal.figures import Figures
+    from kvops.journal.figures import Figures, Prompts
     from kvops.journal.intervals import Estimate
 
 CELL_COLUMNS = (
@@ -30,6 +30,11 @@ CELL_COLUMNS = (
 FLOW_COLUMNS = (
     "leg", "way", "requests", *(f"{phase} ms" for phase in PHASES), "post share", "moved", "rate",
     "desc/transfer", "bytes/desc",
+)  # fmt: skip
+PROMPT_COLUMNS = ("leg", "requests of", "count", "prompt tokens", "computed", "read back", "own cache")
+COUNTED_COLUMNS = (
+    "leg", "engines", "tokens computed", "own cache", "from the peer", "moved", "transfers", "post share", "expired",
+    "read late",
 )  # fmt: skip
 HELD_COLUMNS = ("leg", "holder", "ended by", "holds", "block-seconds", "longest s")
 RATIO_COLUMNS = ("requests of", "", "ratio", "95 % interval", "verdict")
@@ -50,7 +55,7 @@ def milliseconds(found: Estimate | None) -> str:
 
 
 def cell_rows(legs: Sequence[Figures]) -> list[list[str]]:
-    """Return a row for each leg and cell, as ``CELL_COLUMNS``."""
+    """Return a row for each leg and cell, as ``CELL_COLUMNS``; none for all where there is only one cell."""
     return [
         [
             leg.leg,
@@ -66,7 +71,23 @@ def cell_rows(legs: Sequence[Figures]) -> list[list[str]]:
         ]
         for leg in legs
         for cell in leg.cells
+        if cell.name != ALL or len(leg.cells) != 2
     ]
+
+
+def prompt_rows(legs: Sequence[Figures]) -> list[list[str]]:
+    """Return a row for each leg and cell of a run, as ``PROMPT_COLUMNS``."""
+    return [
+        [leg.leg, one.cell, f"{one.requests:,}", *(f"{tokens:,.0f}" for tokens in _sources(one))]
+        for leg in legs
+        if leg.kv
+        for one in leg.kv.prompts
+    ]
+
+
+def _sources(prompts: Prompts) -> tuple[float, ...]:
+    found = (prompts.computed, prompts.remote, prompts.local_hit)
+    return (sum(found), *found)
 
 
 def flow_rows(legs: Sequence[Figures]) -> list[list[str]]:
@@ -86,6 +107,26 @@ def flow_rows(legs: Sequence[Figures]) -> list[list[str]]:
         for leg in legs
         if leg.kv
         for flow in leg.kv.flows
+    ]
+
+
+def counted_rows(legs: Sequence[Figures]) -> list[list[str]]:
+    """Return a row for each leg and role, as ``COUNTED_COLUMNS``."""
+    return [
+        [
+            leg.leg,
+            role,
+            f"{counted.computed_tokens:,}",
+            f"{counted.cached_tokens:,}",
+            f"{counted.transferred_tokens:,}",
+            decimal(counted.kv_bytes),
+            f"{counted.transfers:,}",
+            f"{counted.post_seconds / counted.transfer_seconds:.0%}" if counted.transfer_seconds else "-",
+            f"{counted.expired:,}",
+            f"{counted.reads_after_expiry:,}",
+        ]
+        for leg in legs
+        for role, counted in leg.counted.items()
     ]
 
 
@@ -132,6 +173,7 @@ def ratio_rows(compared: dict[str, dict[str, Estimate]]) -> list[list[str]]:
     return [
         [cell, _NAMES[latency], f"{found.value:.3f}", f"[{found.low:.3f}, {found.high:.3f}]", _verdict(found)]
         for cell, by_latency in compared.items()
+        if cell != ALL or len(compared) != 2
         for latency, found in by_latency.items()
     ]
 
@@ -144,9 +186,16 @@ def _verdict(ratio: Estimate) -> str:
     return "second is faster" if ratio.low > 1 else "no difference shown"
 
 
-def notes(legs: Sequence[Figures]) -> list[str]:
-    """Return what the reader must know before believing the figures."""
-    found = []
+def about(legs: Sequence[Figures]) -> list[str]:
+    """Return how and where the legs were measured, each sentence once."""
+    return list(dict.fromkeys(sentence for leg in legs for sentence in leg.about))
+
+
+def notes(legs: Sequence[Figures], differences: Sequence[str] = ()) -> list[str]:
+    """Return what the reader must know before believing the figures; ``differences`` are those of a comparison."""
+    found = list(dict.fromkeys(problem for leg in legs for problem in leg.problems))
+    if differences:
+        found.append(f"the runs that are compared differ in {', '.join(differences)}: the ratios hold that, too")
     for leg in legs:
         if leg.kv is None:
             found.append(f"{leg.leg}: no journal, so nothing is known of its KV")

@@ -16,7 +16,7 @@ import yaml
 from kvops.errors import KvopsError
 from kvops.launch.engine_script import ENGINE_PORT, ROUTER_PORT, SIDE_CHANNEL_PORT, part, start_script
 from kvops.topology import Platform
-from kvops_dashboards import provision
+from kvops_dashboards import provision, stored
 from kvops_dashboards.scraping import Target
 
 if TYPE_CHECKING:
@@ -267,5 +267,6 @@ def _grafana(topology: Topology) -> Service:
 def _observed(engines: list[str]) -> dict[str, str]:
     targets = [Target(f"{name}:{ENGINE_PORT}", {"process": name, "role": name.partition("-")[0]}) for name in engines]
     router = Target(f"router:{ROUTER_PORT}", {"process": "router"})
-    files = dict(provision.grafana_files(Path(_OBSERVE), "http://prometheus:9090", _SCRAPE_SECONDS))
-    return files | dict(provision.prometheus_files(targets, [router], _SCRAPE_SECONDS))
+    boards, rules = stored.dashboards(), stored.rule_files()
+    files = dict(provision.grafana_files(Path(_OBSERVE), boards, "http://prometheus:9090", _SCRAPE_SECONDS))
+    return files | dict(provision.prometheus_files(targets, [router], _SCRAPE_SECONDS, rules))

@@ -16,7 +16,7 @@ from kvops.doctor.instances import instances
 from kvops.errors import KvopsError
 from kvops.launch.engine_script import ENGINE_PORT, ROUTER_PORT, SIDE_CHANNEL_PORT, start_script
 from kvops.topology import Group, Platform, instance_type
-from kvops_dashboards import provision
+from kvops_dashboards import provision, stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,10 +118,6 @@ def _labels(role: str) -> Manifest:
     return {_FLEET: "kvops", _ROLE: role}
 
 
-def _pod_meta(role: str) -> Manifest:
-    return {"labels": _labels(role) | {provision.ROLE_LABEL: role}}
-
-
 def _namespace(topology: Topology) -> Manifest:
     return {
         "apiVersion": "v1",
@@ -161,15 +157,15 @@ def _stateful_set(topology: Topology, role: str) -> Manifest:
             "serviceName": role,
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": _labels(role)},
-            "template": {"metadata": _pod_meta(role), "spec": _engine_pod(topology, role, serves=True)},
+            "template": {"metadata": {"labels": _labels(role)}, "spec": _engine_pod(topology, role, serves=True)},
         },
     }
 
 
 def _leader_worker_set(topology: Topology, role: str) -> Manifest:
     group = dict(topology.groups())[role]
-    leader = {"metadata": _pod_meta(role), "spec": _engine_pod(topology, role, serves=True)}
-    worker = {"metadata": _pod_meta(role), "spec": _engine_pod(topology, role, serves=False)}
+    leader = {"metadata": {"labels": _labels(role)}, "spec": _engine_pod(topology, role, serves=True)}
+    worker = {"metadata": {"labels": _labels(role)}, "spec": _engine_pod(topology, role, serves=False)}
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
@@ -379,7 +375,7 @@ def _router_deployment(topology: Topology) -> Manifest:
         "spec": {
             "replicas": topology.kubernetes.router_replicas,
             "selector": {"matchLabels": _labels("router")},
-            "template": {"metadata": _pod_meta("router"), "spec": _router_pod(topology)},
+            "template": {"metadata": {"labels": _labels("router")}, "spec": _router_pod(topology)},
         },
     }
 
@@ -459,6 +455,7 @@ def _router_policy(topology: Topology) -> Manifest:
 
 
 def _monitoring(topology: Topology) -> Iterator[tuple[str, str]]:
-    for name, text in provision.kubernetes_files(topology.kubernetes.monitoring_namespace):
+    boards, rules = stored.dashboards(), stored.rule_files()
+    for name, text in provision.kubernetes_files(boards, rules, topology.kubernetes.monitoring_namespace):
         # Flat, for kubectl apply -f FOLDER does not look into folders below.
         yield f"40-{name.rpartition('/')[2]}", f"---\n{text}"

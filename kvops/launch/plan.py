@@ -130,7 +130,7 @@ class _Ports:
             for port in ports:
                 if not _is_free(host, port):
                     raise KvopsError(
-                        f"port {port} for {what} is in use{_holder(port)}",
+                        f"port {port} for {what} is in use{holder_of(port)}",
                         "free it, or leave the port out and kvops finds one",
                     )
             self._given.update(ports)
@@ -408,7 +408,7 @@ def _is_free(host: str, port: int) -> bool:
     return _can_bind(host, port) or not _can_bind(host, 0)
 
 
-def _holder(port: int) -> str:
+def holder_of(port: int) -> str:
     """Return `` by NAME (pid N)`` for the process that listens on ``port``, or nothing where that cannot be seen."""
     import psutil  # noqa: PLC0415
 

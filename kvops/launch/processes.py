@@ -13,6 +13,8 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 RUN_ID_VARIABLE = "KVOPS_RUN_ID"
 # vLLM drains and closes NIXL within a few seconds; what has not ended by then never will.
 TERM_GRACE_SECONDS = 8.0
@@ -34,6 +36,25 @@ def pids_of_run(run_id: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def listens(run_id: str, port: int) -> bool:
+    """Return whether a process of ``run_id`` listens on TCP ``port`` of this machine."""
+    ours = set(pids_of_run(run_id))
+    return any(
+        connection.laddr and connection.laddr.port == port and connection.pid in ours
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    )
+
+
+def unpin(run_id: str) -> None:
+    """Let every thread of ``run_id`` run on all cores that this process may use."""
+    cores = os.sched_getaffinity(0)
+    for pid in pids_of_run(run_id):
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), cores)
 
 
 def end_run(run_id: str, grace_seconds: float = TERM_GRACE_SECONDS) -> bool:

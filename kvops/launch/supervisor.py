@@ -25,8 +25,8 @@ from kvops.errors import KvopsError
 from kvops.launch import observers
 from kvops.launch.advice import explain_log
 from kvops.launch.canary import run_canary
-from kvops.launch.plan import Plan
-from kvops.launch.processes import RUN_ID_VARIABLE, end_run
+from kvops.launch.plan import Plan, holder_of
+from kvops.launch.processes import RUN_ID_VARIABLE, end_run, listens, unpin
 from kvops.launch.rundir import FleetState, ProcessState, RunDir
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ _HEALTH_PATH = {"prefill": "/health", "decode": "/health", "router": "/readyz", 
 _LAST_LINES = 12
 
 
-class _HangsError(Exception):
-    """A process lives but its log says that it will never serve; the text is the obituary."""
+class _NeverServesError(Exception):
+    """A process lives but will never serve; the text is the obituary."""
 
 
 class Supervisor:
@@ -177,8 +177,8 @@ class Supervisor:
             except* TimeoutError:
                 late = [state.name for state in self.state.processes if state.phase == "starting"]
                 problem = f"{', '.join(late)} did not become healthy in {READY_TIMEOUT_SECONDS} s; see kvops logs"
-            except* _HangsError as hangs:
-                problem = str(hangs.exceptions[0])
+            except* _NeverServesError as errors:
+                problem = str(errors.exceptions[0])
             if problem:
                 self._fail(problem)
                 return False
@@ -213,13 +213,27 @@ class Supervisor:
                     if answer.status == 200 and (
                         process.role != "router" or _reaches_all(await answer.json(), self._plan)
                     ):
+                        await asyncio.to_thread(self._take_charge, process)
                         state.phase = "ready"
                         state.ready_seconds = time.monotonic() - started
                         self._changed()
                         return
             if attempt % _POLLS_PER_LOG_LOOK == 0 and explain_log(process.log_file, only_hanging=True):
-                raise _HangsError(_obituary(process, "will never become healthy"))
+                raise _NeverServesError(_obituary(process, "will never become healthy"))
             await asyncio.sleep(_HEALTH_POLL_SECONDS)
+
+    def _take_charge(self, process: Process) -> None:
+        """Make sure that it is ``process`` that has answered, and free it from vLLM's pinning.
+
+        Raises:
+            _NeverServesError: something else listens on its port.
+        """
+        if not listens(self.state.run_id, process.port):
+            taken = f"port {process.port} was taken{holder_of(process.port)} before {process.name} could listen on it"
+            raise _NeverServesError(f"{taken}\nstop that, or start the fleet again: kvops then finds another port")
+        # The instrumented connectors keep the cores by themselves (kvops_connectors.affinity).
+        if self._plan.connectors == "stock" and process.env.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+            unpin(self.state.run_id)
 
     async def _end_all(self) -> None:
         failed = self.state.phase == "failed"

@@ -157,20 +157,25 @@ def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
+def _error(error: RouterError, headers: dict[str, str] | None = None) -> web.Response:
+    response = error_response(error, headers)
+    return web.Response(status=response.status, body=response.content, headers=response.headers)
+
+
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except RouterError as error:
-        return error_response(error)
+        return _error(error)
     except EndpointError as error:
-        return error_response(RouterError(400, "invalid_request_error", str(error)))
+        return _error(RouterError(400, "invalid_request_error", str(error)))
     except OSError as error:
-        return error_response(RouterError(502, "resolve_failed", f"a name could not be resolved: {error.strerror}"))
+        return _error(RouterError(502, "resolve_failed", f"a name could not be resolved: {error.strerror}"))
     except web.HTTPException as error:
         message = f"{request.method} {request.path}: {error.reason}"
         headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-        return error_response(RouterError(error.status, "invalid_request_error", message), headers)
+        return _error(RouterError(error.status, "invalid_request_error", message), headers)
 
 
 @web.middleware

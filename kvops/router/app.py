@@ -1,4 +1,4 @@
-"""The router's HTTP server."""
+"""The router's public port: which request goes where."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import logging
 import signal
 import socket
 import time
-from typing import TYPE_CHECKING, cast
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
-from aiohttp import web
+import msgspec
 
 from kvops.router import bodies, serving
 from kvops.router.admin import serve_admin
@@ -19,26 +20,25 @@ from kvops.router.bidirectional import BidirectionalMode
 from kvops.router.engines import Engines, make_session
 from kvops.router.errors import EngineFailure, RouterError, error_response
 from kvops.router.exchange import Attempt, Exchange
-from kvops.router.gate import Gate
 from kvops.router.health import Watch
+from kvops.router.http_server import ClientGoneError, Server
 from kvops.router.identities import Identities
 from kvops.router.journal import Journal
 from kvops.router.metrics import RouterMetrics
 from kvops.router.pool import Pool
 from kvops.router.pull import PullMode
 from kvops.router.push import PushMode
-from kvops.router.relay import ClientGoneError
 from kvops.router.releases import Releases
+from kvops.router.response import Response, json_response
 from kvops.router.shared import Own, Shared
-from kvops.router.state import STATE, Router, follow
+from kvops.router.state import Router, follow
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Sequence
-
-    from aiohttp.typedefs import Handler, Middleware
+    from collections.abc import AsyncIterator
 
     from kvops.router.endpoints import Sources
+    from kvops.router.http_server import Request
     from kvops.router.serving import Mode
     from kvops.router.settings import Settings
 
@@ -49,22 +49,18 @@ _OPEN_PATHS = ("/healthz", "/readyz")
 # A stream that is under way when the router is stopped may go on for so long.
 SHUTDOWN_SECONDS = 30.0
 BACKLOG = 4096
-_GATE = web.AppKey("gate", Gate)
 
 
-def make_app(sources: Sources, settings: Settings, shared: Shared | None = None) -> web.Application:
-    """Return the router as an aiohttp application.
+def make_router(sources: Sources, settings: Settings, shared: Shared | None = None) -> Router:
+    """Return a router that does not run yet.
 
     Args:
         sources: where the engines come from.
         settings: everything else.
         shared: the state that all workers share; this process's own if left out.
     """
-    app = web.Application(
-        client_max_size=settings.limits.body_bytes, middlewares=[_answer_errors, _check_key(settings.api_keys)]
-    )
     limits = settings.limits
-    app[STATE] = Router(
+    return Router(
         settings=settings,
         sources=sources,
         prefill=Pool("prefill", in_flight=limits.in_flight, queued=limits.queued),
@@ -73,19 +69,10 @@ def make_app(sources: Sources, settings: Settings, shared: Shared | None = None)
         journal=Journal(settings.journal),
         shared=shared or Own(settings),
     )
-    app[_GATE] = Gate(limits.connections, settings.deadlines.head)
-    app.cleanup_ctx.append(_running)
-    app.router.add_post("/v1/completions", _complete)
-    app.router.add_post("/v1/chat/completions", _complete)
-    app.router.add_get("/v1/models", _models)
-    app.router.add_get("/healthz", _healthz)
-    app.router.add_get("/readyz", _readyz)
-    app.router.add_get("/metrics", _metrics)
-    return app
 
 
-async def _running(app: web.Application) -> AsyncIterator[None]:
-    router = app[STATE]
+@asynccontextmanager
+async def _running(router: Router, server: Server) -> AsyncIterator[None]:
     try:
         await router.refresh()
     except OSError as error:
@@ -96,7 +83,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
         releases = Releases(engines)
         router.engines = engines
         router.serving = _mode(router, releases)
-        watching = [asyncio.create_task(work) for work in (Watch(engines).run(), follow(router), app[_GATE].watch())]
+        watching = [asyncio.create_task(work) for work in (Watch(engines).run(), follow(router), server.watch())]
         router.ready.set()
         yield
         for task in watching:
@@ -122,104 +109,100 @@ def _mode(router: Router, releases: Releases) -> Mode:
     return modes[router.settings.mode]
 
 
-async def _complete(request: web.Request) -> web.StreamResponse:
-    router = request.app[STATE]
-    started = time.perf_counter()
-    await router.shared.admit(request.headers.get("Authorization") or request.remote or "")
-    content = await _read_body(request, router.settings.deadlines.body)
-    exchange = Exchange(request, bodies.parse(content), router.settings.mode)
-    record = exchange.record
-    try:
-        response = await serving.serve(exchange, router.serving, router.engines)
-        record.status = response.status
-        record.outcome = record.outcome or "ok"
-    except RouterError as error:
-        record.status, record.outcome = error.status, error.kind
-        return error_response(error, exchange.response_headers)
-    except (asyncio.CancelledError, ClientGoneError):
-        record.outcome = "client_gone"
-        raise
-    except Exception:
-        record.outcome = "router_error"
-        raise
-    else:
-        return response
-    finally:
-        router.finish(record, time.perf_counter() - started)
+class Front:
+    """Answers the requests of the public port."""
 
+    def __init__(self, router: Router) -> None:
+        """Keep the router."""
+        self._router = router
+        self._accepted = [f"Bearer {key}".encode() for key in router.settings.api_keys]
+        self._routes = {
+            ("POST", "/v1/completions"): self._complete,
+            ("POST", "/v1/chat/completions"): self._complete,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/healthz"): self._healthz,
+            ("GET", "/readyz"): self._readyz,
+            ("GET", "/metrics"): self._metrics,
+        }
+        self._methods = {path: method for method, path in self._routes}
 
-async def _read_body(request: web.Request, seconds: float) -> bytes:
-    try:
-        async with asyncio.timeout(seconds):
-            return await request.read()
-    except TimeoutError:
-        raise RouterError(408, "invalid_request_error", f"the body did not arrive within {seconds:g} s") from None
+    def refuse(self, request: Request) -> Response | None:
+        """Return what a request is refused with, judged by its head."""
+        if self._accepted and request.path not in _OPEN_PATHS and not self._is_known(request):
+            return error_response(
+                RouterError(401, "authentication_error", "the API key is missing or not accepted"),
+                {"WWW-Authenticate": "Bearer"},
+            )
+        allowed = self._methods.get(request.path)
+        if allowed is None:
+            return error_response(RouterError(404, "invalid_request_error", f"there is no {request.path}"))
+        if request.method != allowed and (request.method, allowed) != ("HEAD", "GET"):
+            message = f"{request.path} takes {allowed}, not {request.method}"
+            return error_response(RouterError(405, "invalid_request_error", message), {"Allow": allowed})
+        return None
 
-
-async def _models(request: web.Request) -> web.Response:
-    router = request.app[STATE]
-    attempt = Attempt(Exchange(request, {}, router.settings.mode))
-    try:
-        content = await router.engines.get(
-            attempt, router.decode.choose(), "/v1/models", router.settings.deadlines.connect
-        )
-    except EngineFailure as failure:
-        raise failure.for_client() from None
-    return web.Response(body=content, content_type="application/json")
-
-
-async def _healthz(_: web.Request) -> web.Response:
-    return web.json_response({"status": "ok"})
-
-
-async def _readyz(request: web.Request) -> web.Response:
-    router = request.app[STATE]
-    able = {pool.role: sum(e.takes_requests() for e in pool.endpoints) for pool in (router.prefill, router.decode)}
-    return web.json_response({"mode": router.settings.mode, "engines": able}, status=200 if all(able.values()) else 503)
-
-
-async def _metrics(request: web.Request) -> web.Response:
-    return web.Response(
-        body=await request.app[STATE].exposition_of_all(), headers={"Content-Type": "text/plain; version=0.0.4"}
-    )
-
-
-@web.middleware
-async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    gate = request.app[_GATE]
-    gate.request_begins(request.protocol)
-    try:
-        return await handler(request)
-    except RouterError as error:
-        return error_response(error)
-    except bodies.BodyError as error:
-        return error_response(RouterError(400, "invalid_request_error", str(error)))
-    except ClientGoneError:
-        # Nobody reads it; aiohttp wants a response all the same.
-        return web.Response(status=499)
-    except web.HTTPRequestEntityTooLarge:
-        limit = request.app[STATE].settings.limits.body_bytes
-        return error_response(RouterError(413, "invalid_request_error", f"the body is larger than {limit} bytes"))
-    except web.HTTPException as error:
-        message = f"{request.method} {request.path}: {error.reason}"
-        return error_response(RouterError(error.status, "invalid_request_error", message))
-    finally:
-        gate.request_ends(request.protocol)
-
-
-def _check_key(api_keys: Sequence[str]) -> Middleware:
-    accepted = [f"Bearer {key}".encode() for key in api_keys]
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        sent = request.headers.get("Authorization", "").encode()
+    def _is_known(self, request: Request) -> bool:
+        sent = (request.header("authorization") or "").encode(errors="surrogateescape")
         # Every key is compared, so that the time taken tells nothing about which one came close.
-        known = [hmac.compare_digest(sent, key) for key in accepted]
-        if accepted and request.path not in _OPEN_PATHS and not any(known):
-            raise RouterError(401, "authentication_error", "the API key is missing or not accepted")
-        return await handler(request)
+        known = [hmac.compare_digest(sent, key) for key in self._accepted]
+        return any(known)
 
-    return check
+    async def handle(self, request: Request) -> Response:
+        """Return the answer to a request that was not refused."""
+        try:
+            return await self._routes[self._methods[request.path], request.path](request)
+        except RouterError as error:
+            return error_response(error)
+        except bodies.BodyError as error:
+            return error_response(RouterError(400, "invalid_request_error", str(error)))
+
+    async def _complete(self, request: Request) -> Response:
+        router = self._router
+        started = time.perf_counter()
+        exchange = Exchange(request, bodies.parse(request.content), router.settings.mode)
+        await router.shared.admit(exchange.credential or request.remote)
+        record = exchange.record
+        try:
+            response = await serving.serve(exchange, router.serving, router.engines)
+            record.status = response.status
+            record.outcome = record.outcome or "ok"
+        except RouterError as error:
+            record.status, record.outcome = error.status, error.kind
+            return error_response(error, exchange.response_headers)
+        except (asyncio.CancelledError, ClientGoneError):
+            record.outcome = "client_gone"
+            raise
+        except Exception:
+            record.outcome = "router_error"
+            raise
+        else:
+            return response
+        finally:
+            router.finish(record, time.perf_counter() - started)
+
+    async def _models(self, request: Request) -> Response:
+        router = self._router
+        attempt = Attempt(Exchange(request, {}, router.settings.mode))
+        try:
+            content = await router.engines.get(
+                attempt, router.decode.choose(), "/v1/models", router.settings.deadlines.connect
+            )
+        except EngineFailure as failure:
+            raise failure.for_client() from None
+        return json_response(200, content)
+
+    async def _healthz(self, _: Request) -> Response:
+        return json_response(200, b'{"status":"ok"}')
+
+    async def _readyz(self, _: Request) -> Response:
+        router = self._router
+        able = {pool.role: sum(e.takes_requests() for e in pool.endpoints) for pool in (router.prefill, router.decode)}
+        content = msgspec.json.encode({"mode": router.settings.mode, "engines": able})
+        return json_response(200 if all(able.values()) else 503, content)
+
+    async def _metrics(self, _: Request) -> Response:
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return Response(200, await self._router.exposition_of_all(), headers)
 
 
 def listen(host: str, port: int, *, workers: int = 1) -> list[socket.socket]:
@@ -237,24 +220,26 @@ def listen(host: str, port: int, *, workers: int = 1) -> list[socket.socket]:
     ]
 
 
-async def run_app(
-    app: web.Application, listener: socket.socket, *, tls: ssl.SSLContext | None = None, stop: asyncio.Event
-) -> None:
-    """Serve ``app`` on ``listener`` until ``stop`` is set; streams that are under way then may end."""
-    # A client that leaves cancels its handler, and with that the request to the engine.
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
-    await runner.setup()
-    make = cast("web.Server", runner.server)
-    server = await asyncio.get_running_loop().create_server(
-        lambda: app[_GATE].protocol(make), sock=listener, ssl=tls, backlog=BACKLOG
+@asynccontextmanager
+async def served(router: Router, listener: socket.socket, tls: ssl.SSLContext | None = None) -> AsyncIterator[None]:
+    """Serve clients on ``listener`` for as long as the block runs; streams that are under way then may end."""
+    settings = router.settings
+    server = Server(
+        Front(router),
+        connections=settings.limits.connections,
+        body_bytes=settings.limits.body_bytes,
+        head_seconds=settings.deadlines.head,
+        body_seconds=settings.deadlines.body,
+        sending_seconds=settings.deadlines.idle,
     )
-    try:
-        await stop.wait()
-    finally:
-        server.close()
-        make.pre_shutdown()
-        await make.shutdown(SHUTDOWN_SECONDS)
-        await runner.cleanup()
+    loop = asyncio.get_running_loop()
+    async with _running(router, server):
+        accepting = await loop.create_server(server.protocol, sock=listener, ssl=tls, backlog=BACKLOG)
+        try:
+            yield
+        finally:
+            accepting.close()
+            await server.close(SHUTDOWN_SECONDS)
 
 
 def stopped_by_signal() -> asyncio.Event:
@@ -266,9 +251,9 @@ def stopped_by_signal() -> asyncio.Event:
 
 
 def serve(
-    app: web.Application, host: str, port: int, *, admin_port: int | None = None, tls: ssl.SSLContext | None = None
+    router: Router, host: str, port: int, *, admin_port: int | None = None, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Serve ``app`` on ``host:port``, and the admin API on a loopback port, until SIGINT or SIGTERM.
+    """Serve ``router`` on ``host:port``, and the admin API on a loopback port, until SIGINT or SIGTERM.
 
     Raises:
         OSError: an address cannot be listened on.
@@ -277,7 +262,8 @@ def serve(
 
     async def run() -> None:
         (listener,) = listen(host, port)
-        async with serve_admin(app[STATE], admin_port):
-            await run_app(app, listener, tls=tls, stop=stopped_by_signal())
+        stop = stopped_by_signal()
+        async with serve_admin(router, admin_port), served(router, listener, tls):
+            await stop.wait()
 
     uvloop.run(run())

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from kvops.router.errors import EngineFailure
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from kvops.router.bidirectional import BidirectionalMode
     from kvops.router.bodies import Body
     from kvops.router.engines import Engines
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from kvops.router.pool import Endpoint
     from kvops.router.pull import PullMode
     from kvops.router.push import PushMode
+    from kvops.router.response import Response
 
 
 class AutoMode:
@@ -37,7 +36,7 @@ class AutoMode:
         self._push = push
         self._bidirectional = bidirectional
 
-    async def serve(self, attempt: Attempt) -> web.StreamResponse:
+    async def serve(self, attempt: Attempt) -> Response:
         """Serve in the mode that fits.
 
         Raises:

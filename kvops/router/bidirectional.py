@@ -17,8 +17,6 @@ from kvops.router.conversations import Held, Turn, Unused, key_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiohttp import web
-
     from kvops.router.bodies import Body
     from kvops.router.engines import Engines
     from kvops.router.exchange import Attempt
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from kvops.router.pull import Prefilled, PullMode
     from kvops.router.relay import Relayed
     from kvops.router.releases import Releases
+    from kvops.router.response import Response
     from kvops.router.shared import Shared
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class BidirectionalMode:
         self._pull = pull
         self._shared = shared
 
-    async def serve(self, attempt: Attempt) -> web.StreamResponse:
+    async def serve(self, attempt: Attempt) -> Response:
         """Run both legs, relay D's answer and keep its handle for the next turn.
 
         Raises:

@@ -54,7 +54,7 @@ def parse(content: bytes) -> Body:
     """
     try:
         body = _decode_body.decode(content)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BodyError(f"the request body is not a JSON object: {error}") from None
     body.pop(KV_TRANSFER_PARAMS, None)
     return body

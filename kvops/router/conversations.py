@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvops.router.settings import Settings
 
 _BODY_FIELD = "conversation_id"
-_HEADERS = ("X-Conversation-ID", "X-Session-ID", "X-Correlation-ID")
+_HEADERS = ("x-conversation-id", "x-session-id", "x-correlation-id")
 _LONGEST_ID = 256
 # Of an entry without its handle, in bytes: key, dict slot, object.
 _ENTRY_BYTES = 512
@@ -152,14 +152,22 @@ def key_of(exchange: Exchange) -> str | None:
     Raises:
         bodies.BodyError: the conversation's id is no text, or too long.
     """
-    body, headers = exchange.body, exchange.request.headers
+    body = exchange.body
     named: Any = bodies.value_of(body, _BODY_FIELD)
     body.pop(_BODY_FIELD, None)
     if named is None:
-        named = next((headers[name] for name in _HEADERS if headers.get(name)), None)
+        named = next(filter(None, map(exchange.request.header, _HEADERS)), None)
     if named is None or named == "":
         return None
-    if not isinstance(named, str) or len(named) > _LONGEST_ID:
+    if not isinstance(named, str) or len(named) > _LONGEST_ID or not _is_text(named):
         raise bodies.BodyError(f"{_BODY_FIELD} should be a text of at most {_LONGEST_ID} characters")
     parts = [exchange.credential, bodies.value_of(body, "model"), bodies.value_of(body, "cache_salt"), named]
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
+
+
+def _is_text(value: str) -> bool:
+    # A header may hold any bytes.
+    try:
+        return bool(value.encode())
+    except UnicodeEncodeError:
+        return False

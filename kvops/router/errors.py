@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
+
+from kvops.router.response import json_response
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvops.router.pool import Endpoint
+    from kvops.router.response import Response
 
 
 class RouterError(Exception):
@@ -65,9 +67,9 @@ class Refusal(Exception):  # noqa: N818
         self.status = status
         self.content = content
 
-    def response(self) -> web.Response:
-        """Return the engine's answer."""
-        return web.Response(status=self.status, body=self.content, content_type="application/json")
+    def response(self, headers: Mapping[str, str]) -> Response:
+        """Return the engine's answer; ``headers`` go with it."""
+        return json_response(self.status, self.content, headers)
 
 
 def error_content(kind: str, message: str, status: int) -> bytes:
@@ -75,7 +77,7 @@ def error_content(kind: str, message: str, status: int) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
-def error_response(error: RouterError, headers: Mapping[str, str] | None = None) -> web.Response:
+def error_response(error: RouterError, headers: Mapping[str, str] | None = None) -> Response:
     """Return an OpenAI error body for ``error``.
 
     Args:
@@ -85,5 +87,4 @@ def error_response(error: RouterError, headers: Mapping[str, str] | None = None)
     sent = dict(headers or {})
     if error.retry_after_seconds is not None:
         sent["Retry-After"] = str(error.retry_after_seconds)
-    content = error_content(error.kind, str(error), error.status)
-    return web.Response(status=error.status, body=content, content_type="application/json", headers=sent)
+    return json_response(error.status, error_content(error.kind, str(error), error.status), sent)

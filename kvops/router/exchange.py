@@ -13,13 +13,12 @@ from kvops.router.handles import Context
 from kvops.router.journal import LegRecord, Record
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from kvops.router.bodies import Body
+    from kvops.router.http_server import Request
     from kvops.router.pool import Endpoint
 
 # The client's own credential and its trace go on to the engines; everything else stays here.
-_FORWARDED_HEADERS = ("Authorization", "traceparent", "tracestate")
+_FORWARDED_HEADERS = ("authorization", "traceparent", "tracestate")
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -27,7 +26,7 @@ class Exchange:
     """One client request.
 
     Attributes:
-        request: as aiohttp has it.
+        request: as it came.
         body: the client's, undecoded.
         streams: whether the client wants an event stream.
         client_id: the client's ``X-Request-Id``, or one made here; goes back to the client.
@@ -35,23 +34,28 @@ class Exchange:
         record: what the journal will say.
     """
 
-    def __init__(self, request: web.Request, body: Body, mode: str) -> None:
+    def __init__(self, request: Request, body: Body, mode: str) -> None:
         """Take in the request."""
         self.request = request
         self.path = request.path
         self.body = body
         self.streams = bodies.value_of(body, "stream") is True
-        sent = request.headers.get("X-Request-Id", "")
+        sent = request.header("x-request-id") or ""
         self.client_id = sent if _CLIENT_ID.fullmatch(sent) else uuid.uuid4().hex
-        authorization = request.headers.get("Authorization")
-        self.credential = hashlib.blake2b(authorization.encode(), digest_size=16).hexdigest() if authorization else ""
-        self.forwarded = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
+        authorization = request.header("authorization")
+        self.credential = _digest(authorization) if authorization else ""
+        found = ((name, request.header(name)) for name in _FORWARDED_HEADERS)
+        self.forwarded = {name: value for name, value in found if value is not None}
         self.record = Record(ts=time.time(), client_id=self.client_id, path=self.path, mode=mode, streams=self.streams)
 
     @property
     def response_headers(self) -> dict[str, str]:
         """Return the headers that every answer to the client carries."""
         return {"X-Request-Id": self.client_id}
+
+
+def _digest(authorization: str) -> str:
+    return hashlib.blake2b(authorization.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 class Attempt:
@@ -86,7 +90,7 @@ class Attempt:
     @property
     def authorization(self) -> str | None:
         """Return what the client authenticates with, which the engines may want too."""
-        return self.exchange.forwarded.get("Authorization")
+        return self.exchange.forwarded.get("authorization")
 
     def headers(self, endpoint: Endpoint) -> dict[str, str]:
         """Return the headers of a leg."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import msgspec
-    from aiohttp import web
 
     from kvops.router.bodies import Body
     from kvops.router.engines import Engines
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from kvops.router.pool import Endpoint
     from kvops.router.relay import Relayed
     from kvops.router.releases import Releases
+    from kvops.router.response import Response
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class PullMode:
         self._releases = releases
         self._deadlines = engines.settings.deadlines
 
-    async def serve(self, attempt: Attempt) -> web.StreamResponse:
+    async def serve(self, attempt: Attempt) -> Response:
         """Run both legs and relay D's answer.
 
         When the client leaves, this coroutine is cancelled, which closes the connection to whichever engine is at

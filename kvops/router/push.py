@@ -19,8 +19,6 @@ from kvops.router.relay import relay
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from aiohttp import web
-
     from kvops.router.bodies import Body
     from kvops.router.engines import Engines
     from kvops.router.exchange import Attempt
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from kvops.router.identities import Identities
     from kvops.router.pool import Endpoint
     from kvops.router.releases import Releases
+    from kvops.router.response import Response
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class PushMode:
         self._identities = identities
         self._deadlines = engines.settings.deadlines
 
-    async def serve(self, attempt: Attempt) -> web.StreamResponse:
+    async def serve(self, attempt: Attempt) -> Response:
         """Run both legs at once and relay D's answer.
 
         Raises:
@@ -64,7 +63,7 @@ class PushMode:
         params = handles.for_push_decode(identity, attempt.id, attempt.context)
         began = asyncio.Event()
 
-        async def decode_leg() -> web.StreamResponse:
+        async def decode_leg() -> Response:
             content = http_client.Body(bodies.encode(bodies.decode_body(attempt.exchange.body, params)))
             async with self._engines.open(attempt, decode, content) as answer:
                 began.set()

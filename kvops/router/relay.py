@@ -7,26 +7,21 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-import aiohttp
-from aiohttp import web
-
 from kvops.router import sse
 from kvops.router.bodies import KV_TRANSFER_PARAMS, cut_member
 from kvops.router.errors import error_content
 from kvops.router.http_client import BrokenOffError
+from kvops.router.response import Response
 
 if TYPE_CHECKING:
     import msgspec
 
     from kvops.router.engines import Answer
     from kvops.router.exchange import Exchange
+    from kvops.router.http_server import Stream
     from kvops.router.pool import Endpoint
 
 log = logging.getLogger(__name__)
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection while the answer was on its way."""
 
 
 class Relayed:
@@ -41,7 +36,7 @@ class Relayed:
 
     decode: Endpoint
 
-    def __init__(self, response: web.StreamResponse, handle: msgspec.Raw | None, *, whole: bool) -> None:
+    def __init__(self, response: Response, handle: msgspec.Raw | None, *, whole: bool) -> None:
         """Keep them."""
         self.response = response
         self.handle = handle
@@ -52,7 +47,7 @@ async def relay(exchange: Exchange, answer: Answer, idle_seconds: float) -> Rela
     """Send ``answer`` to the client.
 
     Raises:
-        ClientGoneError: the client left.
+        ClientGoneError: the client left (http_server.py).
         BrokenOffError: D broke off before anything was sent to the client.
     """
     if answer.streams:
@@ -68,43 +63,37 @@ async def _relay_body(exchange: Exchange, answer: Answer) -> Relayed:
         # What is no JSON object has no top level to carry a handle.
         handle = None
     exchange.record.first_byte_at = time.time()
-    response = web.Response(
-        status=answer.response.status,
-        body=content,
-        content_type=answer.response.content_type,
-        headers=exchange.response_headers,
-    )
+    response = Response(answer.response.status, content, _headers(exchange, answer))
     return Relayed(response, handle, whole=True)
 
 
 async def _relay_stream(exchange: Exchange, answer: Answer, idle_seconds: float) -> Relayed:
-    response = web.StreamResponse(status=answer.response.status, headers=exchange.response_headers)
-    response.content_type = answer.response.content_type
-    response.charset = answer.response.charset
     events = sse.Events()
-    broken = ""
     watch = _Watch(exchange, answer, idle_seconds)
     try:
-        await response.prepare(exchange.request)
+        stream = exchange.request.stream(answer.response.status, _headers(exchange, answer))
         exchange.record.first_byte_at = time.time()
-        broken = await _pump(answer, events, response, watch)
+        broken = await _pump(answer, events, stream, watch)
         if broken:
             answer.broken = True
             exchange.record.outcome = "broken_off"
             log.warning("decode broke off in the middle of the stream of %s: %s", exchange.record.router_id, broken)
             error = error_content("decode_failed", "the decode engine broke off", 502)
-            await response.write(b"data: " + error + b"\n\ndata: [DONE]\n\n")
-        await response.write_eof()
-    except (aiohttp.ClientConnectionResetError, ConnectionError):
-        raise ClientGoneError from None
+            await stream.write(b"data: " + error + b"\n\ndata: [DONE]\n\n")
+        stream.end()
     finally:
         watch.end()
     if events.failed:
         exchange.record.outcome = "stream_error"
-    return Relayed(response, events.handle, whole=not broken and not events.failed)
+    return Relayed(Response(answer.response.status, None), events.handle, whole=not broken and not events.failed)
 
 
-async def _pump(answer: Answer, events: sse.Events, response: web.StreamResponse, watch: _Watch) -> str:
+def _headers(exchange: Exchange, answer: Answer) -> dict[str, str]:
+    kind = answer.response.headers.get("content-type", "application/octet-stream")
+    return {"Content-Type": kind, **exchange.response_headers}
+
+
+async def _pump(answer: Answer, events: sse.Events, stream: Stream, watch: _Watch) -> str:
     """Write D's events to the client and return what broke them off, or nothing.
 
     An engine that dies in the middle of a stream has already promised 200, so the client learns of it as vLLM itself
@@ -114,14 +103,14 @@ async def _pump(answer: Answer, events: sse.Events, response: web.StreamResponse
     try:
         while chunk:
             if ready := events.feed(chunk):
-                await response.write(ready)
+                await stream.write(ready)
             watch.progress()
             chunk = await answer.response.read_any()
             watch.progress()
     except (BrokenOffError, sse.EventTooLargeError) as error:
         return str(error)
     if rest := events.end():
-        await response.write(rest)
+        await stream.write(rest)
     return "" if events.done else "it ended without [DONE]"
 
 
@@ -152,5 +141,5 @@ class _Watch:
             self._timer = self._loop.call_later(left, self._look)
         elif self._answer.response.is_awaited:
             self._answer.response.fail(BrokenOffError(f"it sent nothing for {self._idle_seconds:g} s"))
-        elif self._exchange.request.transport is not None:
-            self._exchange.request.transport.abort()
+        else:
+            self._exchange.request.abort()

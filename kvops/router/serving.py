@@ -12,12 +12,11 @@ from kvops.router.exchange import Attempt
 from kvops.router.relay import relay
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from kvops.router.bodies import Body
     from kvops.router.engines import Engines
     from kvops.router.exchange import Exchange
     from kvops.router.pool import Endpoint
+    from kvops.router.response import Response
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +30,14 @@ _NOT_AGAIN = ("timeout",)
 class Mode(Protocol):
     """A way of moving KV from P to D."""
 
-    async def serve(self, attempt: Attempt) -> web.StreamResponse:
+    async def serve(self, attempt: Attempt) -> Response:
         """Serve a request of one sequence."""
 
     async def prime(self, attempt: Attempt, body: Body, decode: Endpoint) -> None:
         """Bring the KV of one prompt into D's prefix cache."""
 
 
-async def serve(exchange: Exchange, mode: Mode, engines: Engines) -> web.StreamResponse:
+async def serve(exchange: Exchange, mode: Mode, engines: Engines) -> Response:
     """Return the finished answer to ``exchange``; a failed attempt is repeated once, on other engines.
 
     Raises:
@@ -53,7 +52,7 @@ async def serve(exchange: Exchange, mode: Mode, engines: Engines) -> web.StreamR
             return await _serve_once(attempt, mode, engines)
         except Refusal as refusal:
             exchange.record.outcome = "refused"
-            return refusal.response()
+            return refusal.response(exchange.response_headers)
         except EngineFailure as failure:
             log.warning("attempt %d of %s: %s", number, attempt.id, failure)
             exchange.record.error = failure.reason
@@ -64,7 +63,7 @@ async def serve(exchange: Exchange, mode: Mode, engines: Engines) -> web.StreamR
     raise AssertionError("the last attempt returns or raises")
 
 
-async def _serve_once(attempt: Attempt, mode: Mode, engines: Engines) -> web.StreamResponse:
+async def _serve_once(attempt: Attempt, mode: Mode, engines: Engines) -> Response:
     body = attempt.exchange.body
     if bodies.needs_whole_prompt(body):
         return await _decode_alone(attempt, engines, await _decode_engine(attempt, engines))
@@ -79,7 +78,7 @@ async def _decode_engine(attempt: Attempt, engines: Engines) -> Endpoint:
     return await engines.decode.take(attempt.avoid, wait_seconds=engines.settings.deadlines.queue)
 
 
-async def _decode_alone(attempt: Attempt, engines: Engines, decode: Endpoint) -> web.StreamResponse:
+async def _decode_alone(attempt: Attempt, engines: Engines, decode: Endpoint) -> Response:
     """Serve from D, without a handle: from its prefix cache, or by its own prefill."""
     content = http_client.Body(bodies.encode(attempt.exchange.body))
     async with engines.open(attempt, decode, content) as answer:

@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
-from aiohttp import web
 
 from kvops.router.endpoints import EndpointError
 
@@ -164,6 +163,3 @@ def _view(endpoint: Endpoint) -> EndpointView:
         transfer_mode=endpoint.transfer_mode,
         engine_id=endpoint.identity.engine_id if endpoint.identity else None,
     )
-
-
-STATE = web.AppKey("state", Router)

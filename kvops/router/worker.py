@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvops.router.app import make_app, run_app, stopped_by_signal
+from kvops.router.app import make_router, served, stopped_by_signal
 from kvops.router.endpoints import Sources
 from kvops.router.peer import Peer
 from kvops.router.pool import Role
 from kvops.router.settings import Settings  # noqa: TC001 - likewise
 from kvops.router.shared import Remote
-from kvops.router.state import STATE
 from kvops.router.tls import server_context
 
 if TYPE_CHECKING:
@@ -52,15 +51,14 @@ async def run(listener: socket.socket, control: socket.socket) -> None:
     running = asyncio.create_task(peer.run())
     running.add_done_callback(lambda _: stop.set())
     orders = await peer.call("hello", None, returns=Orders)
-    app = make_app(Sources(orders.specs), orders.settings, Remote(peer, orders.settings))
-    router = app[STATE]
+    router = make_router(Sources(orders.specs), orders.settings, Remote(peer, orders.settings))
 
     async def exposition_of_all() -> bytes:
         text: bytes = await peer.call("exposition", None, returns=bytes)
         return text
 
     async def begin() -> None:
-        # The engines are known once the application has started.
+        # The engines are known once it runs.
         await router.ready.wait()
         for role, name in orders.drained:
             await router.drain(role, name, draining=True)
@@ -69,7 +67,8 @@ async def run(listener: socket.socket, control: socket.socket) -> None:
 
     router.exposition_of_all = exposition_of_all
     beginning = asyncio.create_task(begin())
-    await run_app(app, listener, tls=server_context(*orders.tls) if orders.tls else None, stop=stop)
+    async with served(router, listener, server_context(*orders.tls) if orders.tls else None):
+        await stop.wait()
     beginning.cancel()
     running.cancel()
 

@@ -182,16 +182,22 @@ async def main(options: argparse.Namespace) -> None:
         print(ratio_line(what, *values))
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of everything but the pairs."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--mode", choices=["pull", "push"], required=True)
+    made.add_argument("--model", default="m")
+    made.add_argument("--input-tokens", type=int, required=True)
+    made.add_argument("--output-tokens", type=int, default=128)
+    made.add_argument("--rate", type=float, required=True, help="requests a second; 0: one after the other")
+    made.add_argument("--seconds", type=float, default=20, help="length of a round; with rate 0 its requests")
+    made.add_argument("--rounds", type=int, default=6)
+    made.add_argument("--token-range", type=int, nargs=2, default=(300, 151000), metavar=("LOW", "HIGH"))
+    return made
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--a", required=True, metavar="NAME,P_URL,D_URL,P_ENGINE_ID,P_SIDE_CHANNEL")
-    parser.add_argument("--b", required=True, metavar="NAME,P_URL,D_URL,P_ENGINE_ID,P_SIDE_CHANNEL")
-    parser.add_argument("--mode", choices=["pull", "push"], required=True)
-    parser.add_argument("--model", default="m")
-    parser.add_argument("--input-tokens", type=int, required=True)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--rate", type=float, required=True, help="requests a second; 0: one after the other")
-    parser.add_argument("--seconds", type=float, default=20, help="length of a round; with rate 0 its requests")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--token-range", type=int, nargs=2, default=(300, 151000), metavar=("LOW", "HIGH"))
-    asyncio.run(main(parser.parse_args()))
+    arguments = parser()
+    arguments.add_argument("--a", required=True, metavar="NAME,P_URL,D_URL,P_ENGINE_ID,P_SIDE_CHANNEL")
+    arguments.add_argument("--b", required=True, metavar="NAME,P_URL,D_URL,P_ENGINE_ID,P_SIDE_CHANNEL")
+    asyncio.run(main(arguments.parse_args()))

@@ -14,7 +14,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.engine)
-            if item.path.parent.name in ("connectors", "router"):
+            if item.path.parent.name == "router":
                 item.add_marker(pytest.mark.fleet)
             item.add_marker(pytest.mark.timeout(UP_TIMEOUT_SECONDS))
 
@@ -26,15 +26,22 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def up() -> Iterator[Up]:
-    """Bring up fleets that live until the module's last test."""
+@pytest.fixture(scope="session")
+def stage(_own_folders: None) -> Iterator[contextlib.ExitStack]:
+    """Hold what ends the fleet that is up; close it before another one, for two would starve each other."""
     with contextlib.ExitStack() as stack:
+        yield stack
 
-        def bring_up(name: str, *args: str) -> Fleet:
-            stack.callback(kvops, "down", "--name", name)
-            result = kvops("up", "-d", "--preset", "cpu-demo", "--name", name, *args)
-            assert result.returncode == 0, result.stdout + result.stderr
-            return Fleet(name)
 
-        yield bring_up
+@pytest.fixture(scope="session")
+def up(stage: contextlib.ExitStack) -> Up:
+    """Bring up a fleet that lives until the next one."""
+
+    def bring_up(name: str, *args: str) -> Fleet:
+        stage.close()
+        stage.callback(kvops, "down", "--name", name)
+        result = kvops("up", "-d", "--preset", "cpu-demo", "--name", name, *args)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return Fleet(name)
+
+    return bring_up

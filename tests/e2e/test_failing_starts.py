@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 from pathlib import Path
 
+import pytest
+
 from kvops.launch.processes import pids_of_run
 from kvops.launch.rundir import RunDir
-from real_fleet import (
-    kill,
-    kvops,
-    write,
-)
+from real_fleet import kill, kvops, write
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone(stage: contextlib.ExitStack) -> None:
+    stage.close()
 
 
 def test_a_prefill_that_fails_to_start_is_explained(tmp_path: Path) -> None:
@@ -50,7 +54,9 @@ def test_an_occupied_port_is_named_and_nothing_is_started(tmp_path: Path) -> Non
 def test_engines_that_refuse_each_other_fail_the_canary_with_the_cause(tmp_path: Path) -> None:
     push = '{"kv_connector":"NixlPushConnector","kv_role":"kv_consumer","kv_buffer_device":"cpu"}'
     file = write(tmp_path / "kvops.yaml", f"preset: cpu-demo\ndecode:\n  args: ['--kv-transfer-config={push}']\n")
-    result = kvops("up", "-d", "-f", file, "--name", "e2e-mismatch")
+    refused = kvops("up", "-d", "-f", file, "--name", "e2e-mismatch")
+    assert (refused.returncode, "VL-12: prefill and decode differ in transfer mode" in refused.stderr) == (2, True)
+    result = kvops("up", "-d", "-f", file, "--name", "e2e-mismatch", "--force")
     kvops("down", "--name", "e2e-mismatch")
     assert result.returncode == 1
     assert "prefill and decode refuse each other's KV" in result.stderr

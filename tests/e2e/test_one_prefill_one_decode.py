@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from truth import check_holds, check_instruments, check_moves, check_tokens
 
 from kvops.launch.canary import make_prompt
 from kvops.launch.processes import pids_of_run
@@ -19,6 +20,7 @@ from real_fleet import (
     chat,
     completion,
     delta_of,
+    failed_checks,
     held_blocks_share,
     kill,
     kvops,
@@ -39,6 +41,10 @@ async def test_the_canary_names_the_bytes_that_moved(fleet: Fleet) -> None:
     blocks = -(-canary.prompt_tokens // BLOCK_TOKENS)
     assert canary.kv_bytes == blocks * BLOCK_TOKENS * KV_BYTES_PER_TOKEN
     assert canary.kv_tokens == canary.prompt_tokens
+
+
+def test_the_doctor_finds_no_fault_between_prefill_and_decode(fleet: Fleet) -> None:
+    assert failed_checks(f"{fleet.name}/prefill-0", f"{fleet.name}/decode-0") == {}
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion), (CHAT, chat)])
@@ -141,6 +147,15 @@ async def test_a_client_that_leaves_leaves_no_block_behind(fleet: Fleet) -> None
     # A client that leaves between the legs strands P's blocks until the lease ends.
     await asyncio.sleep(30)
     assert await held_blocks_share(fleet, "prefill-0", "decode-0") == 0
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+async def test_the_instruments_agree_with_vllm_over_all_of_the_above(fleet: Fleet, name: str) -> None:
+    metrics, lines = await fleet.metrics(name), fleet.journal(name)
+    check_tokens(metrics, lines)
+    check_moves(metrics, lines)
+    check_holds(metrics, lines)
+    check_instruments(metrics, lines)
 
 
 async def test_a_second_up_of_the_same_name_is_refused(fleet: Fleet) -> None:

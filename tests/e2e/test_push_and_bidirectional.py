@@ -10,9 +10,8 @@ import pytest
 
 from kvops.launch.canary import make_prompt
 from kvops.tiny_model import KV_BYTES_PER_TOKEN
-from real_fleet import BLOCK_TOKENS, CHAT, COMPLETIONS, Fleet, Up, completion, delta_of, text_of, write
+from real_fleet import BLOCK_TOKENS, CHAT, COMPLETIONS, Fleet, Up, completion, delta_of, failed_checks, text_of, write
 
-pytestmark = pytest.mark.fleet
 TURNS = 4
 # Prefill that forgets must read the history from decode, or compute it.
 CONFIG = "prefill: {args: [--no-enable-prefix-caching]}\n"
@@ -35,6 +34,10 @@ async def test_the_canary_saw_the_bytes_of_its_prompt_move(fleet: Fleet) -> None
     assert canary
     blocks = -(-canary.prompt_tokens // BLOCK_TOKENS)
     assert (canary.passed, canary.kv_bytes) == (True, blocks * BLOCK_TOKENS * KV_BYTES_PER_TOKEN)
+
+
+def test_the_doctor_finds_no_fault_between_prefill_and_decode(fleet: Fleet) -> None:
+    assert failed_checks(f"{fleet.name}/prefill-0", f"{fleet.name}/decode-0") == {}
 
 
 @pytest.mark.parametrize("streamed", [False, True])

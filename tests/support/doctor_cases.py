@@ -256,10 +256,8 @@ def set_config(host: Fixture, *, top: dict[str, object] | None = None, **extra: 
 
 
 def add_options(host: Fixture, *words: str) -> None:
-    """Append words to the engine's command line; of two values the first counts, so they are put in front."""
-    argv = host.files[f"/proc/{SERVER_PID}/cmdline"].rstrip("\0").split("\0")
-    place = argv.index("Qwen/Qwen3-32B") + 1
-    host.file(f"/proc/{SERVER_PID}/cmdline", "\0".join([*argv[:place], *words, *argv[place:]]) + "\0")
+    """Append words to the engine's command line; of two values the last counts."""
+    host.file(f"/proc/{SERVER_PID}/cmdline", host.files[f"/proc/{SERVER_PID}/cmdline"] + "\0".join(words) + "\0")
 
 
 def scene_of(check_id: str) -> Callable[[], Scene]:

@@ -17,18 +17,23 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from kvops.tiny_model import KV_BYTES_PER_TOKEN, default_path, ensure_model
 from kvops_connectors import journal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
 BLOCK_BYTES = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
 START_SECONDS = 240
 # vLLM reads nothing back in the last 5 seconds of decode's TTL.
-TTL_SECONDS = 20
-LEASE_SECONDS = 20
+TTL_SECONDS = 12
+LEASE_SECONDS = 10
 # Of the decode engine that is there to give up; the other one must not, however slow the machine.
 PUSH_TIMEOUT_SECONDS = 4
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -50,7 +55,12 @@ def eventually(check: Any, seconds: float = 20.0) -> Any:
 
 @dataclass
 class Engine:
-    """One vLLM process and what can be read from it."""
+    """One vLLM server and what can be read from it.
+
+    Attributes:
+        multi: run the connector as the one child of a MultiConnector.
+        nixl_port: port of NIXL's own exporter; 0 for an engine of several ranks, which would all want the same.
+    """
 
     name: str
     folder: Path
@@ -59,16 +69,19 @@ class Engine:
     extra: dict[str, Any] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     stock: bool = False
+    multi: bool = False
     policy: str = "fail"
     port: int = field(default_factory=free_port)
     nixl_port: int = field(default_factory=free_port)
     side_port: int = field(default_factory=free_port)
+    headers: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         transfer = {
             "kv_connector": self.connector,
+            "kv_connector_module_path": "unpinned_stock" if self.stock else "kvops_connectors",
             "kv_role": self.role,
             "kv_buffer_device": "cpu",
             "kv_load_failure_policy": self.policy,
@@ -76,8 +89,13 @@ class Engine:
         }
         if not self.stock:
             ours = {"journal_dir": str(self.folder), "engine_name": self.name, **self.extra.get("kvops", {})}
-            transfer |= {"kv_connector_module_path": "kvops_connectors"}
             transfer["kv_connector_extra_config"] = {**self.extra, "kvops": ours}
+        if self.multi:
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": self.role,
+                "kv_connector_extra_config": {"connectors": [transfer]},
+            }
         argv = [*SERVER, "--model", str(ensure_model(default_path())), "--served-model-name", "m"]
         argv += ["--host", "127.0.0.1", "--port", str(self.port), "--block-size", str(BLOCK_TOKENS), "--enforce-eager"]
         argv += [
@@ -95,22 +113,26 @@ class Engine:
             )
 
     def _environment(self) -> dict[str, str]:
+        exporter = {
+            "NIXL_TELEMETRY_EXPORTER": "prometheus",
+            "NIXL_TELEMETRY_PROMETHEUS_PORT": str(self.nixl_port),
+            "NIXL_TELEMETRY_PROMETHEUS_LOCAL": "1",
+        }
         return {
             **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'connectors'}",
+            "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("", "connectors", "tests/support")),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "KVOPS_NIXL_PROGRESS_DELAY_MICROSECONDS": "10000",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
             "NIXL_TELEMETRY_ENABLE": "1",
-            "NIXL_TELEMETRY_EXPORTER": "prometheus",
-            "NIXL_TELEMETRY_PROMETHEUS_PORT": str(self.nixl_port),
-            "NIXL_TELEMETRY_PROMETHEUS_LOCAL": "1",
+            **(exporter if self.nixl_port else {}),
         }
 
     def wait_ready(self) -> None:
@@ -133,6 +155,18 @@ class Engine:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(10)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Keep the process that answers handshakes from running."""
+        assert self.process is not None
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        core = next(child for child in children if child.name().startswith("VLLM::Engine"))
+        core.suspend()
+        try:
+            yield
+        finally:
+            core.resume()
 
     def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=100)
@@ -168,7 +202,7 @@ class Engine:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
     def lines(self) -> list[journal.Line]:
-        files = sorted(self.folder.glob(f"{self.name}.dp0.jsonl*"), reverse=True)
+        files = sorted(self.folder.glob(f"{self.name}.dp*.jsonl*"), reverse=True)
         return [journal.decode(line) for file in files for line in file.read_bytes().splitlines()]
 
     def records(self, base_id: str) -> list[journal.Record]:
@@ -287,7 +321,8 @@ def complete(
     engine: Engine, prompt: list[int], request_id: str, params: dict[str, Any] | None, max_tokens: int = 1
 ) -> Answer:
     body = completion(prompt, params, max_tokens, return_token_ids=True)
-    status, text = engine.call("POST", "/v1/completions", body, {"X-Request-Id": request_id})
+    headers = {"X-Request-Id": request_id, **engine.headers}
+    status, text = engine.call("POST", "/v1/completions", body, headers)
     if status != 200:
         return Answer(status, request_id, text)
     answer = json.loads(text)

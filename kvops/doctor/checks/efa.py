@@ -9,7 +9,7 @@ from kvops.doctor import conditions, manifest
 from kvops.doctor.check import State, failed, in_group, passed, skipped, unknown, warned
 from kvops.doctor.facts import UnavailableError
 from kvops.doctor.host import Gap, Output, Why
-from kvops.doctor.parsers import metrics, packages, proc
+from kvops.doctor.parsers import metrics, packages, proc, whole_number
 from kvops.doctor.parsers.versions import at_least, dotted, version
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def device_count(facts: Facts) -> Finding:
 @check(
     "EFA-02",
     "The EFA generation belongs to the instance type",
-    evidence="PCI device id",
+    evidence="PCI device id, else ibv_devinfo: vendor_part_id",
     rule="WARN on another generation than published, WARN on an id newer than efa3",
     fix="Update kvops and NIXL: both decide by the PCI id, and NIXL's hardware detection stops at efa3",
     sources=("DRV-RN", "NIXL-HWINFO", "NIXL-TOPO"),
@@ -81,7 +81,7 @@ def device_count(facts: Facts) -> Finding:
 )
 def generation(facts: Facts) -> Finding:
     """A generation that the software does not know is not counted as EFA by it."""
-    found = sorted({device.device for device in facts.efa_pci})
+    found = facts.efa_generations
     if not found:
         return unknown("no EFA device to look at")
     newer = [name for name in found if name not in KNOWN_GENERATIONS]
@@ -316,8 +316,11 @@ def port_state(facts: Facts) -> Finding:
 @check(
     "EFA-11",
     "The PCIe link of each EFA has its full speed",
-    evidence="/sys/bus/pci/devices/<address>/current_link_{speed,width}",
-    rule="WARN below the published bandwidth of the type; skipped where the guest shows no link",
+    evidence="/sys/bus/pci/devices/<address>/{current,max}_link_{speed,width}",
+    rule=(
+        "WARN below the published bandwidth of the type, below the device's own maximum where none is published; "
+        "skipped where the guest shows no link"
+    ),
     fix="Stop and start the instance to move it to another host",
     sources=("NIXL-TOPO",),
     applies=(conditions.efa,),
@@ -325,29 +328,36 @@ def port_state(facts: Facts) -> Finding:
 )
 def pcie_link(facts: Facts) -> Finding:
     """A link that trained down caps the rail below its network rate."""
-    expected = facts.profile.pcie_gbytes if facts.profile else None
-    if expected is None:
-        return skipped("the PCIe bandwidth of this type is not published")
+    published = facts.profile.pcie_gbytes if facts.profile else None
+    carried = 0.0
     for device in facts.efa_pci:
-        folder = f"/sys/bus/pci/devices/{device.address}"
-        speed, width = (facts.optional(f"{folder}/current_link_{name}") for name in ("speed", "width"))
-        found = _link_gbytes(speed or "", width or "")
+        speed, width = _link(facts, device.address, "current")
+        found = _link_gbytes(speed, width)
         if found is None:
             return skipped(f"the guest shows no PCIe link ({device.address}: {speed}, width {width})")
+        expected = published or _link_gbytes(*_link(facts, device.address, "max"))
+        if expected is None:
+            return skipped("neither the type nor the device says what its PCIe link can carry")
         if found < expected * 0.98:
             return warned(
-                f"the PCIe link of {device.address} carries {found:.1f} GB/s, expected {expected}",
+                f"the PCIe link of {device.address} carries {found:.1f} GB/s, expected {expected:.4g}",
                 f"current_link_speed {speed}, width {width}",
             )
-    return passed(f"every PCIe link carries {expected} GB/s")
+        carried = expected
+    return passed(f"every PCIe link carries {carried:.4g} GB/s")
+
+
+def _link(facts: Facts, address: str, kind: str) -> tuple[str, str]:
+    """Return speed and width of a device's ``current`` or ``max`` link, empty where none is shown."""
+    folder = f"/sys/bus/pci/devices/{address}/{kind}_link"
+    return facts.optional(f"{folder}_speed") or "", facts.optional(f"{folder}_width") or ""
 
 
 def _link_gbytes(speed: str, width: str) -> float | None:
     """Return the GB/s of a link after line coding (128b/130b from 8 GT/s on); None where none is shown."""
-    gigatransfers = re.match(r"(\d+(?:\.\d+)?)\s*GT/s", speed)
-    if gigatransfers is None or not width.isdecimal() or int(width) == 0:
-        return None
-    return float(gigatransfers[1]) * int(width) / 8 * 128 / 130
+    gigatransfers = re.match(r"(\d{1,4}(?:\.\d{1,4})?)\s*GT/s", speed)
+    lanes = whole_number(width)
+    return float(gigatransfers[1]) * lanes / 8 * 128 / 130 if gigatransfers and lanes else None
 
 
 @check(
@@ -456,7 +466,7 @@ def _ethernet_bytes(facts: Facts) -> int:
     for name in facts.names("/sys/class/net"):
         if name != "lo":
             texts = [facts.optional(f"/sys/class/net/{name}/statistics/{side}_bytes") for side in ("rx", "tx")]
-            total += sum(int(text) for text in texts if text and text.isdecimal())
+            total += sum(whole_number(text or "") or 0 for text in texts)
     return total
 
 
@@ -540,7 +550,7 @@ def _libfabric_opens_efa(facts: Facts) -> bool:
 def _compare_abi(facts: Facts) -> Finding:
     if not facts.verbs_providers:
         return failed("libibverbs has no EFA provider", "no libefa-rdmav*.so in the libibverbs folders")
-    suffixes = {int(re.findall(r"rdmav(\d+)", path)[0]) for path in facts.verbs_providers}
+    suffixes = {int(re.findall(r"rdmav(\d{1,4})\.", path)[0]) for path in facts.verbs_providers}
     name = facts.verbs_providers[0]
     try:
         wanted = facts.rdma_core[0]

@@ -97,7 +97,7 @@ def _provider(facts: Facts, name: str) -> str:
     "GDR-03",
     "efa_nv_peermem is loaded",
     evidence="/sys/module/efa_nv_peermem",
-    rule="WARN where an engine uses UCX before 1.20; informational elsewhere",
+    rule="WARN where an engine uses UCX; informational elsewhere",
     fix="modprobe efa_nv_peermem, and name it in /etc/modules-load.d",
     sources=("UCX-EFAMD", "ucx#10966", "eks-ami#2466"),
     applies=(conditions.gpudirect,),
@@ -175,7 +175,7 @@ def symbols(facts: Facts) -> Finding:
 @check(
     "GDR-07",
     "The dmabuf chain is complete, or peer memory is there",
-    evidence="kernel, NVIDIA driver, CUDA, rdma-core, libfabric, CONFIG_PCI_P2PDMA",
+    evidence="kernel, NVIDIA driver (515 came with CUDA 11.7), rdma-core, libfabric, CONFIG_PCI_P2PDMA",
     rule="FAIL if a link of dmabuf is missing and GDR-02 found no peer memory",
     fix="Mend the missing link, or load efa_nv_peermem",
     sources=("PERFTEST-README", "LF-NEWS", "NV-GPUOP"),
@@ -202,7 +202,7 @@ def _chain(facts: Facts) -> dict[str, bool | None]:
     """Return the links of dmabuf: True where good, False where missing, None where it cannot be seen."""
     links: dict[str, Callable[[], bool]] = {
         "kernel 5.12": lambda: at_least(facts.kernel, (5, 12)),
-        "the open NVIDIA driver 515": lambda: _is_open_since_515(facts),
+        "the open NVIDIA driver 515 (CUDA 11.7)": lambda: _is_open_since_515(facts),
         "rdma-core 34": lambda: at_least(facts.rdma_core, (34,)),
         "libfabric 2.4 (or FI_HMEM_CUDA_USE_DMABUF=1)": lambda: _libfabric_uses_dmabuf(facts),
         "CONFIG_PCI_P2PDMA": lambda: facts.kernel_options.get("CONFIG_PCI_P2PDMA", "n") != "n",
@@ -321,14 +321,16 @@ def gpu_count(facts: Facts) -> Finding:
 @check(
     "GDR-12",
     "Every GPU has an EFA near it",
-    evidence="nvidia-smi topo -m",
-    rule="WARN if the nearest NIC of a GPU is NODE or SYS away; PHB is right on p4d",
+    evidence="nvidia-smi topo -m, else the bridges in the link targets of /sys/bus/pci/devices",
+    rule="WARN if the nearest NIC of a GPU is NODE or SYS away, or none is under its host bridge; PHB is right on p4d",
     fix="Do not let UCX_NET_DEVICES or CUDA_VISIBLE_DEVICES tie a GPU to a remote NIC",
     sources=("NIXL-TOPO", "OFI-TOPO"),
     applies=(conditions.gpudirect,),
 )
 def locality(facts: Facts) -> Finding:
     """Traffic to a NIC across the socket shares the link between the sockets."""
+    if isinstance(facts.host.run(manifest.NVIDIA_TOPOLOGY), Gap):
+        return _locality_by_bus(facts)
     topology = facts.parsed(manifest.NVIDIA_TOPOLOGY, nvidia.parse_topology)
     for gpu in topology.gpus:
         relations = {value for value in topology.nics_of(gpu).values() if value in RELATION_ORDER}
@@ -340,6 +342,16 @@ def locality(facts: Facts) -> Finding:
     if not topology.gpus:
         return unknown("nvidia-smi shows no GPU")
     return passed("every GPU has a NIC under its own bridge")
+
+
+def _locality_by_bus(facts: Facts) -> Finding:
+    """Judge by sysfs, as in a container without nvidia-smi."""
+    near = {facts.host_bridge(device.address) for device in facts.efa_pci}
+    for gpu in facts.gpu_pci:
+        bridge = facts.host_bridge(gpu.address)
+        if bridge not in near:
+            return warned(f"no EFA is under the host bridge of the GPU {gpu.address}", f"{gpu.address}: {bridge}")
+    return passed(f"every GPU has an EFA under its own host bridge ({len(near)} bridges)")
 
 
 @check(

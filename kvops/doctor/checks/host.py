@@ -154,7 +154,7 @@ def huge_pages_and_fork(facts: Facts) -> Finding:
                 f"{owner} sets FI_EFA_USE_HUGE_PAGE and {fork[0]}: libfabric aborts",
                 f"FI_EFA_USE_HUGE_PAGE={env['FI_EFA_USE_HUGE_PAGE']} {fork[0]}={env[fork[0]]}",
             )
-    return passed("not both are set")
+    return passed("huge pages and fork safety are not both asked for")
 
 
 @check(

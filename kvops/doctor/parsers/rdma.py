@@ -1,4 +1,4 @@
-"""``ibv_devinfo``, ``ibv_devices`` and ``rdma statistic show``.
+"""``ibv_devinfo`` and ``rdma statistic show``.
 
 Formats: rdma-core, iproute2, and "Monitor an Elastic Fabric Adapter" of the EC2 user guide.
 """
@@ -31,12 +31,6 @@ def parse_ibv_devinfo(text: str) -> dict[str, dict[str, str]]:
     if text.strip() and not devices and "No IB devices" not in text:
         raise ParseError(f"no 'hca_id:' line in {text.strip()[:60]!r}")
     return devices
-
-
-def parse_ibv_devices(text: str) -> list[str]:
-    """Return the device names of ``ibv_devices``, whose two header lines end with dashes."""
-    rows = [line.split() for line in text.splitlines()]
-    return [row[0] for row in rows if len(row) == 2 and re.fullmatch(r"[0-9a-f]{16}", row[1])]
 
 
 def parse_statistics(text: str) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Fleets of real engines, one per mode for the whole run: starting them takes most of its time."""
+"""Fleets of real engines, one per module: starting them takes most of its time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start(engines: list[Engine]) -> Iterator[dict[str, Engine]]:
             engine.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bidirectional_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
     """Prefill and decode with our connectors, and a stock pair beside them."""
     folder = tmp_path_factory.mktemp("bidirectional")
@@ -44,7 +44,7 @@ def bidirectional_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def push_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
     """Prefill and decode in push mode with our connectors, and two decodes that soon give up: ours and a stock one."""
     folder = tmp_path_factory.mktemp("push")
@@ -56,5 +56,24 @@ def push_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, E
             Engine("decode", folder, "NixlPushConnector", "kv_consumer", extra),
             Engine("hasty-decode", folder, "NixlPushConnector", "kv_consumer", extra | hasty),
             Engine("stock-decode", folder, "NixlPushConnector", "kv_consumer", extra | hasty, stock=True),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def many_ranks_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
+    """Prefill with two data-parallel ranks inside a MultiConnector, decode with two ranks and two API servers.
+
+    Neither has a prefix cache.
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+    extra = {"bidirectional_kv_xfer": True}
+    uncached = "--no-enable-prefix-caching"
+    ranks = ("--data-parallel-size", "2", uncached)
+    halves = ("--tensor-parallel-size", "2", "--api-server-count", "2", uncached)
+    yield from start(
+        [
+            Engine("prefill", folder, extra=extra, args=ranks, multi=True, nixl_port=0),
+            Engine("decode", folder, extra=extra, args=halves, nixl_port=0),
         ]
     )

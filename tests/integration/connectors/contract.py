@@ -8,14 +8,17 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import queue
 import sys
 import time
 import traceback
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import msgspec
 import vllm
 import vllm.distributed.kv_transfer.kv_connector.v1.nixl as stock
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -548,6 +551,42 @@ def an_unfulfilled_registration_is_cancelled_and_then_failed() -> None:
     assert cancel["decode_engine_id"] != "me"
     ours.results(set(), set())
     assert worker._failed_recv_reqs.get_nowait() == "d-1"
+
+
+def parted_push(settings: Settings) -> tuple[Any, WorkerInstrument]:
+    """Return a prefill rank whose handshake with decode has failed, after registration and blocks have met."""
+    worker = bare(stock.NixlPushConnectorWorker)
+    worker._deferred_push_inbox = queue.Queue()
+    worker._ensure_handshake = lambda *args, **kwargs: failed
+    ours = WorkerInstrument(worker, 0, settings, 480.0)
+    failed: Future[Any] = Future()
+    failed.set_exception(TimeoutError())
+    met = {
+        "request_id": "r-0000000b",
+        "decode_engine_id": "d",
+        "decode_host": "h",
+        "decode_port": 1,
+        "decode_tp_size": 1,
+    }
+    worker._push_finished_blocks["r-0000000a"] = ([1],)
+    worker._handle_push_reg_notif(b"PUSH_REG:" + msgspec.msgpack.encode({**met, "local_block_ids": [[2]]}))
+    ours._pushes._due = dict.fromkeys(ours._pushes._due, 0.0)
+    ours.results(set(), set())
+    assert not worker._push_finished_blocks
+    assert not worker._pending_d_registrations
+    return worker, ours
+
+
+@check
+def a_push_whose_handshake_failed_is_begun_again() -> None:
+    # Before 0.27 vLLM shakes hands in the writer thread and has no way back in.
+    if "_deferred_push_inbox" not in inspect.getsource(stock.NixlPushConnectorWorker):
+        return
+    worker, ours = parted_push(Settings())
+    assert worker._deferred_push_inbox.get_nowait()[0] == "r-0000000a"
+    assert events.PushRetried("r-0000000a") in ours.take_events()
+    worker, _ = parted_push(Settings(push_retry=False))
+    assert worker._deferred_push_inbox.empty()
 
 
 @check

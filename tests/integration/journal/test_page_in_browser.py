@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from kvops.journal.figures import ALL, Cell, Figures, Flow, Held, Kv
+from kvops.journal.advice import Advice, Point
+from kvops.journal.figures import ALL, Cell, Figures, Flow, Held, Kv, Prompts
 from kvops.journal.intervals import Estimate
 from kvops.journal.page import page
 
@@ -25,15 +26,27 @@ def figures(leg: str, mode: str) -> Figures:
     )  # fmt: skip
     held = Held(holder="decode", ended_by="expired", holds=3, block_seconds=1234.0, longest_seconds=480.0)
     tokens = {"local_hit": 10, "remote": 50, "computed": 40}
-    kv = Kv(flows=[flow], prefill_tokens=tokens, recomputed_tokens={"new_tokens": 40}, held=[held], unreadable_lines=1, unknown_version_lines=0)  # fmt: skip
-    return Figures(leg=leg, mode=mode, cells=[cell], kv=kv)
+    prompts = [Prompts(cell=ALL, requests=100, computed=40.0, remote=50.0, local_hit=10.0)]
+    kv = Kv(flows=[flow], prefill_tokens=tokens, prompts=prompts, recomputed_tokens={"new_tokens": 40}, held=[held], unreadable_lines=1, unknown_version_lines=0)  # fmt: skip
+    return Figures(leg=leg, mode=mode, cells=[cell], kv=kv, about=[f"{leg}: measured <somewhere>"])
 
 
 @pytest.fixture
 def content() -> str:
     ratio = Estimate(0.5, 0.4, 0.6, 100)
     compared = {ALL: {"ttft_seconds": ratio, "tpot_seconds": ratio}}
-    return page([figures("push", "push"), figures("pull", "pull")], compared, ("push", "pull"))
+    ttl = Advice(topic="ttl", value=60, curve=[Point(14, 500, 100.0), Point(60, 900, 300.0), Point(480, 1000, 900.0)])
+    legs = [figures("push", "push"), figures("pull", "pull")]
+    return page(legs, compared, ("push", "pull"), remarks=["the run FAILED: no KV moved"], ttls={"pull": ttl})
+
+
+def test_the_page_says_how_it_was_measured_and_what_is_wrong_with_it(content: str) -> None:
+    assert "pull: measured &lt;somewhere&gt;" in content
+    assert "the run FAILED: no KV moved" in content
+
+
+def test_the_ttl_that_is_advised_stands_out_among_others(content: str) -> None:
+    assert [text in content for text in ("60 s, advised", "480 s", "14 s", "900 s")] == [True, True, True, False]
 
 
 def test_the_page_refers_to_nothing_outside_itself(content: str) -> None:

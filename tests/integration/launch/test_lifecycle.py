@@ -12,7 +12,7 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
-from fake_fleet import NAME, FakeFleet, until
+from fake_fleet import FAKE_ENGINE, NAME, FakeFleet, until
 from kvops.cli.main import main
 from kvops.launch.rundir import RunDir
 
@@ -84,6 +84,19 @@ def test_an_engine_that_hangs_on_a_known_failure_is_ended(make_fleet: MakeFleet)
     fleet.start()
     problem = fleet.wait_for("failed").problem
     assert problem.startswith("decode-0 will never become healthy\nthe side channel cannot listen on 203.0.113.9:5690")
+
+
+def test_an_engine_of_somebody_else_on_a_planned_port_is_not_taken_for_ours(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(decode=["--start-seconds", "600"])
+    port = fleet.plan.role("decode")[0].port
+    command = [sys.executable, str(FAKE_ENGINE), "--port", str(port), "--role", "decode"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as stranger:
+        fleet.start()
+        problem = fleet.wait_for("ready", "failed").problem
+        stranger.terminate()
+    assert problem.startswith(f"port {port} was taken by python")
+    assert f"(pid {stranger.pid}) before decode-0 could listen on it" in problem
+    until(lambda: is_gone(fleet), GONE_SECONDS)
 
 
 def test_an_engine_killed_while_serving_is_named_at_once(make_fleet: MakeFleet) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvops import tiny_model
-from kvops.router.app import listen, make_app, run_app
+from kvops.router.app import listen, make_router, served
 from kvops.router.endpoints import Sources
 from kvops.router.settings import Settings
 from scripted_engines import FakeEngine, FakeFleet
@@ -35,26 +34,22 @@ async def test_vllm_bench_serve_completes_every_request(tmp_path: Path) -> None:
     engines = [FakeEngine(fleet, role, role) for role in ("prefill", "decode")]
     for engine in engines:
         await engine.start()
-    app = make_app(Sources({"prefill": [engines[0].url], "decode": [engines[1].url]}), Settings())
+    router = make_router(Sources({"prefill": [engines[0].url], "decode": [engines[1].url]}), Settings())
     (listener,) = listen("127.0.0.1", 0)
-    stop = asyncio.Event()
-    serving = asyncio.create_task(run_app(app, listener, stop=stop))
-    try:
-        result = await bench(listener, model, tmp_path / "result.json")
-    finally:
-        stop.set()
-        await serving
-        for engine in engines:
-            await engine.stop()
+    port = listener.getsockname()[1]
+    async with served(router, listener):
+        result = await bench(port, model, tmp_path / "result.json")
+    for engine in engines:
+        await engine.stop()
     assert (result["completed"], result["failed"]) == (40, 0)
     assert result["median_ttft_ms"] > 0
     assert fleet.held == {}
 
 
-async def bench(listener: socket.socket, model: Path, file: Path) -> dict[str, float]:
+async def bench(port: int, model: Path, file: Path) -> dict[str, float]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _BENCH_SERVE, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
-        *("--base-url", f"http://127.0.0.1:{listener.getsockname()[1]}", "--model", "tiny", "--tokenizer", str(model)),
+        *("--base-url", f"http://127.0.0.1:{port}", "--model", "tiny", "--tokenizer", str(model)),
         *("--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "8"),
         *("--num-prompts", "40", "--max-concurrency", "8", "--save-result", "--result-filename", str(file)),
         stdout=asyncio.subprocess.PIPE,

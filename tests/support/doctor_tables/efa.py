@@ -109,6 +109,25 @@ def use_ubuntu_with_1_48(scene: Scene) -> None:
     scene.host.file("/etc/os-release", 'NAME="Ubuntu"\nVERSION_ID="24.04"\n')
 
 
+def show_devices_by_verbs_only(scene: Scene) -> None:
+    """What a person pastes: ibv_devinfo and rdma, and nothing of sysfs."""
+    scene.host.without(PCI, "/sys/class/infiniband")
+    block = (
+        "hca_id:\t{}\n\ttransport:\t\tunspecified (4)\n\tvendor_id:\t\t0x1d0f\n\tvendor_part_id:\t\t{}\n"
+        "\thw_ver:\t\t\t0xEFA2\n\t\tport:\t1\n\t\t\tstate:\t\tPORT_ACTIVE (4)\n"
+    )
+    scene.host.command("ibv_devinfo -v", block.format("rdmap85s0", 61346) + block.format("rdmap86s0", 61344))
+    scene.host.command("rdma -p statistic show", "link rdmap85s0/1\n    rx_bytes 5\n    retrans_pkts 7\n")
+
+
+def shrink_link_of_an_unpublished_type(scene: Scene) -> None:
+    scene.host.file("/sys/devices/virtual/dmi/id/product_name", "p5e.48xlarge\n")
+    for address in scene.host.listings[PCI]:
+        scene.host.file(f"{PCI}/{address}/max_link_speed", "16.0 GT/s PCIe\n")
+        scene.host.file(f"{PCI}/{address}/max_link_width", "16\n")
+    scene.host.file(f"{PCI}/0000:56:00.0/current_link_width", "8\n")
+
+
 CASES = (
     Case("EFA-01", FAIL, "15 EFA devices, p5en.48xlarge takes 16", drop_pci),
     Case("EFA-01", FAIL, "no EFA device", lambda s: drop_pci(s, 16)),
@@ -135,6 +154,9 @@ CASES = (
     Case("EFA-09", WARN, "reports 100 Gb/s", lambda s: s.host.file(f"{FIRST}/ports/1/rate", "100 Gb/sec (4X EDR)\n")),
     Case("EFA-10", FAIL, "1: DOWN", lambda s: s.host.file(f"{FIRST}/ports/1/state", "1: DOWN\n")),
     Case("EFA-11", WARN, "15.8 GB/s", lambda s: s.host.file(f"{PCI}/0000:55:00.0/current_link_width", "8\n")),
+    Case("EFA-11", WARN, "expected 31.5", shrink_link_of_an_unpublished_type),
+    Case("EFA-02", WARN, "1d0f:efa0", show_devices_by_verbs_only),
+    Case("EFA-13", UNKNOWN, "retrans_pkts 7", show_devices_by_verbs_only),
     Case("EFA-12", WARN, "reg_mr_err 12", lambda s: s.host.file(f"{FIRST}/hw_counters/reg_mr_err", "12\n")),
     Case("EFA-12", FAIL, "0 -> 12", lambda s: s.host.file(f"{FIRST}/hw_counters/reg_mr_err", "12\n"), watched),
     Case("EFA-13", UNKNOWN, "since boot", lambda s: s.host.file(f"{COUNTERS}/retrans_pkts", "7\n")),

@@ -92,6 +92,23 @@ def run_fabric_manager_without_systemd(scene: Scene) -> None:
     scene.host.file("/proc/77/cmdline", "/usr/bin/nv-fabricmanager\0-c\0/etc/fm.cfg\0")
 
 
+def expand_segments_under_ucx(scene: Scene) -> None:
+    set_config(scene.host, backends=["UCX"])
+    scene.host.env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+
+
+def show_bridges_only(scene: Scene, first_gpu_bus: int = 0x50) -> None:
+    """Take nvidia-smi away, as a container may, and let sysfs show what stands under which host bridge."""
+    scene.host.absent("nvidia-smi topo -m")
+    for address in scene.host.listings["/sys/bus/pci/devices"]:
+        bus = int(address.split(":")[1], 16)
+        bridge = first_gpu_bus if bus == 0x59 else bus & 0xF0
+        scene.host.link(
+            f"/sys/bus/pci/devices/{address}",
+            f"../../../devices/pci0000:{bridge:02x}/0000:{bridge:02x}:01.0/{address}",
+        )
+
+
 CASES = (
     Case("GDR-01", WARN, "host memory", be("g6e.48xlarge")),
     Case("GDR-02", PASS, "dmabuf takes its place", empty_peer_memory),
@@ -128,6 +145,9 @@ CASES = (
     Case("GDR-11", PASS, "given 2 of 8", give_two_gpus_to_a_container),
     Case("GDR-12", WARN, "SYS", put_gpus_across),
     Case("GDR-13", FAIL, "expandable", lambda s: s.host.env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")),
+    Case("GDR-13", WARN, "expandable", expand_segments_under_ucx),
+    Case("GDR-12", PASS, "under its own host bridge", show_bridges_only),
+    Case("GDR-12", WARN, "0000:59:00.0: pci0000:c0", lambda s: show_bridges_only(s, 0xC0)),
     Case("GDR-14", FAIL, "could not be registered", break_dmabuf_without_peer_memory_log),
     Case("GDR-14", UNKNOWN, "speaks of it", silence_logs),
     Case(

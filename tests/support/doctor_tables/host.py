@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from doctor_cases import FAIL, PASS, UNKNOWN, WARN, Case, Scene, colocated
-from doctor_hosts import limits
+from doctor_hosts import KERNEL, limits
 
 ENGINE_LIMITS = "/proc/4242/limits"
 
@@ -35,6 +35,15 @@ def use_metal(scene: Scene) -> None:
 def use_64k_pages(scene: Scene) -> None:
     scene.host.command("getconf PAGESIZE", "65536\n")
     scene.host.command("fi_info --version", "fi_info: 2.4.0amzn3.0\nlibfabric: 2.4.0amzn3.0\nlibfabric api: 2.4\n")
+
+
+def turn_p2pdma_off(scene: Scene) -> None:
+    scene.host.replace(f"/boot/config-{KERNEL}", "P2PDMA=y", "X=y")
+
+
+def turn_p2pdma_off_without_peer_memory(scene: Scene) -> None:
+    turn_p2pdma_off(scene)
+    scene.host.listings["/sys/module"].remove("efa_nv_peermem")
 
 
 CASES = (
@@ -73,12 +82,8 @@ CASES = (
     ),
     Case("HOST-10", UNKNOWN, "needs root", lambda s: s.host.command("lspci -vvv", "00:01.0 Bridge: Amazon\n")),
     Case("HOST-11", WARN, "-1", lambda s: s.host.file("/sys/bus/pci/devices/0000:59:00.0/numa_node", "-1\n")),
-    Case(
-        "HOST-12",
-        PASS,
-        "stands in",
-        lambda s: s.host.replace("/boot/config-6.1.119-129.201.amzn2023.x86_64", "P2PDMA=y", "X=y"),
-    ),
+    Case("HOST-12", PASS, "stands in", turn_p2pdma_off),
+    Case("HOST-12", WARN, "lacks CONFIG_PCI_P2PDMA", turn_p2pdma_off_without_peer_memory),
     Case("HOST-13", FAIL, "64 KiB pages with libfabric 2.4.0", use_64k_pages),
     Case(
         "HOST-14",

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from doctor_cases import FAIL, PASS, SKIP, UNKNOWN, WARN, Case, Scene, alone, edit_objects, pod, set_kubernetes, warning
+from doctor_cases import (
+    FAIL,
+    PASS,
+    SKIP,
+    UNKNOWN,
+    WARN,
+    Case,
+    Scene,
+    alone,
+    edit_objects,
+    neuron_cluster,
+    pod,
+    set_kubernetes,
+    warning,
+)
 from doctor_hosts import limits
 
 from doctor_tables.efa import lose_provider
@@ -111,6 +125,7 @@ CASES = (
     Case("K8S-01", SKIP, "knows no cluster", know_no_cluster),
     Case("K8S-01", SKIP, "no kubectl", lambda s: None, alone),
     Case("K8S-02", WARN, "takes 1 of 16", edit("pods", f'"{EFA}": "16"', f'"{EFA}": "1"')),
+    Case("K8S-02", FAIL, "takes 1 of 16", edit("pods", f'"{EFA}": "16"', f'"{EFA}": "1"'), neuron_cluster),
     Case("K8S-03", FAIL, "waits for huge pages", keep_pending),
     Case("K8S-03", FAIL, "5120 MiB of 0 MiB", edit("nodes", "42242Mi", "0")),
     Case("K8S-04", FAIL, "1 ready of 2", edit("daemonsets", '"numberReady": 2', '"numberReady": 1')),

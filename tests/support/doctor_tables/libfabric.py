@@ -48,6 +48,22 @@ def forbid_dmabuf(scene: Scene) -> None:
     scene.host.env(FI_HMEM_CUDA_USE_DMABUF="0").listings["/sys/module"].remove("efa_nv_peermem")
 
 
+def forbid_dmabuf_without_peer_memory(scene: Scene) -> None:
+    forbid_dmabuf(scene)
+    for device in scene.host.listings["/sys/class/infiniband"]:
+        scene.host.file(f"/sys/class/infiniband/{device}/device/p2p", "\n")
+
+
+def ask_for_rdma_on_p3dn(scene: Scene) -> None:
+    scene.host.file("/sys/devices/virtual/dmi/id/product_name", "p3dn.24xlarge\n")
+    scene.host.env(FI_EFA_USE_DEVICE_RDMA="1")
+
+
+def fill_host_memory_with_large_pages(scene: Scene) -> None:
+    set_config(scene.host, top={"kv_buffer_size": 1e11})
+    scene.host.command("getconf PAGESIZE", "65536\n")
+
+
 CASES = (
     Case("LF-01", FAIL, "-61", silence("fi_info -p efa")),
     Case("LF-02", FAIL, "15 of 16", lambda s: s.host.replace("fi_info -p efa", "rdmap85s0-rdm", "rdmap86s0-rdm")),
@@ -62,13 +78,16 @@ CASES = (
     Case("LF-06", FAIL, "FI_EFA_IFACE", lambda s: s.host.env(FI_EFA_IFACE="")),
     Case("LF-06", FAIL, "no longer accepts", lambda s: s.host.env(FI_EFA_MTU_SIZE="8900")),
     Case("LF-06", FAIL, "not a boolean", lambda s: s.host.env(FI_EFA_USE_DEVICE_RDMA="maybe")),
+    Case("LF-06", FAIL, "EFA of p3dn.24xlarge has not", ask_for_rdma_on_p3dn),
+    Case("LF-06", PASS, "no variable", lambda s: s.host.env(FI_EFA_USE_DEVICE_RDMA="1")),
     Case("LF-06", FAIL, "above 0", lambda s: s.host.env(FI_EFA_TX_MIN_CREDITS="0")),
     Case("LF-07", FAIL, "FI_PROVIDER=tcp", lambda s: s.host.env(FI_PROVIDER="tcp")),
     Case("LF-07", FAIL, "FI_PROVIDER=^efa", lambda s: s.host.env(FI_PROVIDER="^efa")),
-    Case("LF-07", PASS, "none", lambda s: s.host.env(FI_PROVIDER="^tcp")),
+    Case("LF-07", PASS, "no variable", lambda s: s.host.env(FI_PROVIDER="^tcp")),
     Case("LF-07", FAIL, "cuda memory", lambda s: s.host.env(FI_HMEM="system,rocr")),
     Case("LF-07", FAIL, "peer-to-peer", lambda s: s.host.env(FI_HMEM_DISABLE_P2P="1")),
-    Case("LF-07", FAIL, "no peer memory", forbid_dmabuf),
+    Case("LF-07", FAIL, "no peer memory", forbid_dmabuf_without_peer_memory),
+    Case("LF-07", PASS, "no variable", forbid_dmabuf),
     Case("LF-07", WARN, "RDMA of the device", lambda s: s.host.env(FI_EFA_USE_DEVICE_RDMA="0")),
     Case("LF-08", WARN, "FI_EFA_FORK_SAFE", lambda s: s.host.env(FI_EFA_FORK_SAFE="1")),
     Case("LF-08", WARN, "does not know", lambda s: s.host.env(FI_EFA_USE_HUGEPAGES="1")),
@@ -83,6 +102,7 @@ CASES = (
     ),
     Case("LF-12", WARN, "debug", lambda s: s.host.env(FI_LOG_LEVEL="debug")),
     Case("LF-13", WARN, "93 GiB", lambda s: set_config(s.host, top={"kv_buffer_size": 1e11})),
+    Case("LF-13", WARN, "100 GB of host memory", fill_host_memory_with_large_pages),
     Case("LF-14", PASS, "note", lambda s: s.host.env(FI_EFA_ENABLE_SHM_TRANSFER="0")),
     Case("LF-01", UNKNOWN, "no 'provider:' line", lambda s: s.host.command("fi_info -p efa", "Segmentation fault\n")),
 )

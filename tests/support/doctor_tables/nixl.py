@@ -82,6 +82,12 @@ CASES = (
     Case(
         "NX-20",
         WARN,
+        "libfabric-7f3a.so",
+        lambda s: s.host.listing(f"{SITE}/nixl_cu12.libs", "ucx", "libibverbs-1de1.so.1", "libfabric-7f3a.so.1.30.0"),
+    ),
+    Case(
+        "NX-20",
+        WARN,
         "libfabric1 stands beside",
         lambda s: s.host.commands.update({RPM: (rpm({"libfabric1": "1.17", "libfabric-aws": "2.6"}), "", 0)}),
     ),

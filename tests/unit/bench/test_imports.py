@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 
 import pytest
 
@@ -42,6 +43,24 @@ def test_vllm_bench_serve_is_read_request_by_request(tmp_path):
     assert good.tpot_seconds == pytest.approx(0.02)
     assert good.e2e_seconds == pytest.approx(0.24)
     assert (bad.outcome, bad.ttft_seconds, bad.error) == ("failed", None, "Internal Server Error")
+
+
+def test_prompts_of_nearly_one_length_are_one_cell(tmp_path):
+    requests = read(write(tmp_path, json.dumps(VLLM | {"input_lens": [1023, 1027]})), LEG)
+    assert {request.cell.input_tokens for request in requests} == {1025}
+    assert [request.prompt_tokens for request in requests] == [1023, 1027]
+
+
+def test_times_of_vllms_own_clock_become_unix_times(tmp_path):
+    times = {"start_times": [26498.25, 26499.75], "duration": 10.0}
+    first, second = read(write(tmp_path, json.dumps(VLLM | times)), LEG)
+    ended = datetime(2026, 10, 12, 10, 15).astimezone().timestamp()
+    assert (first.sent, second.sent) == (ended - 10, ended - 8.5)
+
+
+def test_a_request_without_output_has_failed(tmp_path):
+    _, empty = read(write(tmp_path, json.dumps(VLLM | {"errors": ["", ""]})), LEG)
+    assert (empty.outcome, empty.error) == ("failed", "no output")
 
 
 def test_aiperf_is_read_in_seconds(tmp_path):

@@ -182,6 +182,12 @@ def test_this_machine_is_judged_without_a_crash() -> None:
     assert [f for f in report["findings"] if "has a defect" in f["message"]] == []
 
 
+@pytest.mark.parametrize("more", [("--pair", "p", "d"), ("--aws",), ("--probe",)])
+def test_what_no_captured_machine_can_do_is_refused(healthy: Path, more: tuple[str, ...]) -> None:
+    result = call("--snapshot", healthy, *more)
+    assert (result.exit_code, "judges one captured machine" in result.output) == (2, True)
+
+
 def test_watch_of_a_snapshot_is_refused(healthy: Path) -> None:
     result = call("--snapshot", healthy, "--watch")
     assert result.exit_code == 2

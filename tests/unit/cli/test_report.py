@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -74,6 +76,44 @@ def test_a_handful_of_requests_gets_no_verdict(run: Path) -> None:
 
     assert "too few requests" in output
     assert "faster" not in output
+
+
+def test_a_run_that_failed_is_reported_as_one(run: Path) -> None:
+    content = (run / results.RUN).read_text()
+    verdict = '"verdict": {"ok": false, "problems": ["pull, round 1, 1024 tokens: no KV moved"]}'
+    (run / results.RUN).write_text(re.sub(r'"verdict": \{.*?\}', verdict, content, flags=re.DOTALL))
+
+    _, output, _ = invoke("report", run, "--json")
+
+    assert json.loads(output)["notes"][0] == "run: the run FAILED: pull, round 1, 1024 tokens: no KV moved"
+    assert "the run FAILED" in invoke("report", run)[2]
+
+
+def test_runs_of_different_workloads_are_not_compared_as_a_whole(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    rows = (other / results.REQUESTS).read_text().splitlines(keepends=True)
+    longer = [row.replace('"input_tokens":1024', '"input_tokens":8192') for row in rows[: len(rows) // 2]]
+    (other / results.REQUESTS).write_text("".join(longer + rows[len(rows) // 2 :]))
+    (other / results.RUN).write_text(
+        (other / results.RUN).read_text().replace('"workload": {}', '"workload": {"output_tokens": 9}')
+    )
+
+    _, output, _ = invoke("report", run, other, "--compare", "run:push", "other:push", "--json")
+
+    found = json.loads(output)
+    assert list(found["compared"]) == ["1024 tokens, 4 req/s"]
+    assert "differ in output_tokens" in " ".join(found["notes"])
+
+
+def test_legs_of_one_run_differ_in_nothing_else(run: Path) -> None:
+    assert "differ in" not in invoke("report", run, "--compare", "push", "pull")[2]
+
+
+def test_a_p99_of_few_requests_is_left_out(run: Path) -> None:
+    _, output, _ = invoke("report", run, "--json")
+
+    assert json.loads(output)["legs"][0]["cells"][0]["ttft_p99_seconds"] is None
 
 
 def test_an_unknown_leg_is_refused_with_the_known_ones(run: Path) -> None:

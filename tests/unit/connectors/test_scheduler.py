@@ -167,6 +167,27 @@ def test_a_load_that_fails_without_a_word_has_an_unknown_reason(make, journal):
     assert journal.lines[0].error == "unknown"
 
 
+def test_a_peer_has_a_series_for_its_failures_before_the_first_one(make):
+    ours, one = make("pull"), request(dict(LOAD))
+    load(ours, one)
+    ours.output([events.ReadBegan(NAME, "10.0.0.7:5600", "engine", 0.0, None)], output())
+    known = {key: value for key, value in samples(ours).items() if key[0] == "kvops_peer_transfers_total"}
+    name, peer = "kvops_peer_transfers_total", "10.0.0.7:5600"
+    assert known == {(name, peer, "p_to_d", "ok"): 0, (name, peer, "p_to_d", "failed"): 0}
+
+
+def test_a_write_that_is_begun_again_is_counted_and_no_failure_any_more(make, journal):
+    ours, one = make("push"), request(dict(PREFILL))
+    ours.arrived(one)
+    ours.matched(one, 0, 0)
+    ours.allocated(one, 0)
+    end(ours, one, held=7)
+    ours.output([events.LoadFailed(NAME, "remote_gone"), events.PushRetried(NAME)], output())
+    ours.output([events.PeerDone(NAME, 9.0)], output(sent=[NAME]))
+    assert samples(ours)["kvops_mends_total", "push_retry"] == 1
+    assert (journal.lines[-1].hold.ended_by, journal.lines[-1].error) == ("read", None)
+
+
 def test_a_readback_lost_on_two_ranks_is_mended_once(make):
     ours, one = make(), request({**PREFILL, **HANDLE})
     load(ours, one)

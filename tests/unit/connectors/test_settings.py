@@ -56,5 +56,6 @@ def test_the_mends_that_are_on_are_named():
         "single_load",
         "valid_handle",
         "push_timeout",
+        "push_retry",
         "cpu_affinity",
     )

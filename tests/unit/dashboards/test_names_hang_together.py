@@ -10,7 +10,7 @@ import yaml
 
 from kvops import runbooks
 from kvops_connectors.catalogue import CATALOGUE
-from kvops_dashboards import rules
+from kvops_dashboards import rules, stored
 from kvops_dashboards.alerts import ALERTS, RECORDINGS
 
 ROOT = Path(__file__).parents[3]
@@ -86,7 +86,7 @@ def test_an_alert_has_a_severity_a_runbook_a_dashboard_and_a_case(name):
     rule = rules.alert_rule(ALERTS[name])
     page = runbooks.pages()[name]
     assert rule["labels"]["severity"] == page.severity
-    assert rule["annotations"]["runbook_url"].endswith(f"/{name}.md")
+    assert rule["annotations"]["runbook"] == f"kvops runbook {name}"
     assert rule["annotations"]["dashboard_url"].endswith(f"/{page.facts['dashboard']}")
     assert name in yaml.safe_load((HERE / "alert_cases.yaml").read_text())["fires"]
 
@@ -111,12 +111,21 @@ def test_every_link_and_every_alert_of_a_runbook_resolves(file):
     assert set(re.findall(r"\bKvops[A-Z]\w+", text)) <= set(ALERTS)
 
 
-def test_every_link_from_a_dashboard_to_a_runbook_resolves():
-    prefix = re.escape(rules.values()["runbook_url_prefix"].rstrip("/"))
-    for place, text in texts().items():
-        if place.endswith(".json"):
-            for page in re.findall(prefix + r"/([\w-]+)\.md", text):
-                assert page in runbooks.pages(), (place, page)
+def test_every_runbook_command_of_dashboards_and_rules_shows_a_page():
+    named = {page for text in texts().values() for page in re.findall(r"`?kvops runbook ([A-Za-z][\w-]+)", text)}
+    assert set(ALERTS) | {"reading-the-phase-split"} <= named
+    assert not [page for page in named - {"ALERT", "NAME"} if runbooks.find(page).name != page]
+
+
+def test_every_published_link_is_a_file_of_the_runbooks():
+    url = "https://wiki.example.com/runbooks"
+    boards, files = stored.dashboards(f"{url}/"), stored.rule_files(url)
+    linked = re.findall(re.escape(url) + r"/([^)\s]+)", yaml.safe_dump(boards, width=10**6) + "".join(files.values()))
+    assert {f"{name}.md" for name in ALERTS} <= set(linked)
+    assert not [name for name in linked if not (ROOT / "runbooks" / name).is_file()]
+    assert "`kvops runbook" not in yaml.safe_dump(
+        [panel.get("description") for b in boards.values() for panel in b["panels"]]
+    )
 
 
 def test_the_index_lists_every_page():

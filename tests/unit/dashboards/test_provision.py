@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from kvops.launch.kubernetes import render
+from kvops.topology import load_topology
 from kvops_dashboards import stored
 from kvops_dashboards.provision import write_provisioning
 from kvops_dashboards.scraping import Target
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -54,12 +59,47 @@ def test_config_maps_carry_the_sidecar_s_label_and_fit_kubernetes(folder):
             assert json.loads(text)["uid"].startswith("kvops-")
 
 
-def test_pod_monitors_take_the_role_from_the_pod(folder):
-    engines, routers = yaml.safe_load_all((folder / "kubernetes/podmonitors.yaml").read_text())
+def pods(manifests: list[dict]) -> Iterator[dict]:
+    for each in manifests:
+        yield from [each] if {"metadata", "spec"} <= set(each) and "containers" in each["spec"] else []
+        inner = [value for value in each.values() if isinstance(value, dict)]
+        yield from pods(inner)
+
+
+def chooses(selector: dict, labels: dict) -> bool:
+    listed = [labels.get(each["key"]) in each["values"] for each in selector["matchExpressions"]]
+    return selector["matchLabels"].items() <= labels.items() and all(listed)
+
+
+def test_pod_monitors_choose_the_pods_that_kvops_renders_and_their_port(folder):
+    monitors = list(yaml.safe_load_all((folder / "kubernetes/podmonitors.yaml").read_text()))
+    files = render(load_topology(ROOT / "tests/fixtures/render/p5en-1p1d.yaml"))
+    rendered = list(pods([each for text in files.values() for each in yaml.safe_load_all(text)]))
+    chosen: dict[str, list[str]] = {}
+    for monitor in monitors:
+        port = monitor["spec"]["podMetricsEndpoints"][0]["port"]
+        for pod in rendered:
+            ports = [each["name"] for box in pod["spec"]["containers"] for each in box.get("ports", [])]
+            if chooses(monitor["spec"]["selector"], pod["metadata"]["labels"]) and port in ports:
+                role = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+                chosen.setdefault(monitor["metadata"]["name"], []).append(role)
+    assert chosen == {"kvops-engines": ["prefill", "decode"], "kvops-router": ["router"]}
+
+
+def test_the_role_of_an_engine_is_its_pod_s(folder):
+    engines, _ = yaml.safe_load_all((folder / "kubernetes/podmonitors.yaml").read_text())
     endpoint = engines["spec"]["podMetricsEndpoints"][0]
     assert endpoint["path"] == "/metrics/"
-    assert "role" in [each["targetLabel"] for each in endpoint["relabelings"]]
-    assert routers["spec"]["selector"]["matchExpressions"][0]["values"] == ["router"]
+    source = next(each["sourceLabels"] for each in endpoint["relabelings"] if each["targetLabel"] == "role")
+    assert source == ["__meta_kubernetes_pod_label_app_kubernetes_io_component"]
+
+
+def test_alerts_and_panels_link_the_runbooks_where_they_are_published(tmp_path):
+    write_provisioning(tmp_path, [], [], runbook_url="https://wiki.example.com/runbooks/")
+    link = "https://wiki.example.com/runbooks/KvopsKvNotMoving.md"
+    for file in ("prometheus/rules/kvops-alerts.yaml", "kubernetes/rules.yaml"):
+        assert f"runbook_url: {link}" in (tmp_path / file).read_text()
+    assert f"[KvopsKvNotMoving]({link})" in (tmp_path / "grafana/dashboards/kvops-fleet.json").read_text()
 
 
 def test_compose_binds_loopback(folder):

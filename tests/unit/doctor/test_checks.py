@@ -1,8 +1,16 @@
 from __future__ import annotations
 
+import re
+from typing import TYPE_CHECKING
+
 import pytest
 from doctor_cases import BY_ID, PASS, UNKNOWN, Case, scene_of
 from doctor_tables import CASES, GONE
+
+from kvops.doctor.check import State
+
+if TYPE_CHECKING:
+    from kvops.doctor.check import Check
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -27,3 +35,9 @@ def test_missing_evidence_is_unknown(check_id: str) -> None:
 def test_every_check_has_a_broken_and_an_uncaptured_case() -> None:
     assert {case.check_id for case in CASES} == set(BY_ID)
     assert set(GONE) == set(BY_ID)
+
+
+@pytest.mark.parametrize("check", BY_ID.values(), ids=lambda check: check.id)
+def test_every_state_that_a_rule_names_has_a_case(check: Check) -> None:
+    named = {State(word.lower()) for word in re.findall(r"\b(?:FAIL|WARN)\b", check.rule)}
+    assert named <= {case.state for case in CASES if case.check_id == check.id}

@@ -25,6 +25,10 @@ def test_an_option_is_found_in_every_spelling(words: tuple[str, ...]) -> None:
     assert engine("vllm", "serve", "m", *words).tensor_parallel == 4
 
 
+def test_the_last_of_several_values_counts_as_for_vllm() -> None:
+    assert engine("vllm", "serve", "m", "--block-size=32", "--block-size", "64").option("--block-size") == "64"
+
+
 def test_an_option_without_a_value_is_true() -> None:
     assert engine("vllm", "serve", "m", "--enforce-eager", "--port", "1").option("--enforce-eager") == "true"
 

@@ -77,9 +77,9 @@ KV_CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connecto
 
 
 class TestQuick:
-    def plan(self, name: str, port: int, **env: str) -> Engine:
+    def plan(self, name: str, port: int, *options: str, **env: str) -> Engine:
         argv = ("python", "-m", "vllm.entrypoints.openai.api_server", "--kv-transfer-config", json.dumps(KV_CONFIG))
-        return Engine(name, argv, {"VLLM_NIXL_SIDE_CHANNEL_PORT": f"{port}", **env})
+        return Engine(name, (*argv, *options), {"VLLM_NIXL_SIDE_CHANNEL_PORT": f"{port}", **env})
 
     def test_the_quick_set_is_the_documented_one(self) -> None:
         wanted = {
@@ -111,6 +111,21 @@ class TestQuick:
         assert report.exit_status == 1
         assert [cause.check.id for cause in report.causes] == ["VL-02"]
         assert "prefill-0" in report.causes[0].finding.message
+
+    @pytest.mark.parametrize(
+        ("prefill", "decode", "wanted"),
+        [
+            (("--dtype", "bfloat16"), ("--dtype", "float16"), "VL-06"),
+            (("--kv-cache-dtype", "fp8"), (), "VL-08"),
+            (("--block-size", "64"), ("--block-size", "32"), "VL-10"),
+            (("--tensor-parallel-size", "3"), ("--tensor-parallel-size", "2"), "VL-11"),
+        ],
+    )
+    def test_planned_engines_that_refuse_each_other_are_told_before_they_start(
+        self, prefill: tuple[str, ...], decode: tuple[str, ...], wanted: str
+    ) -> None:
+        planned = [self.plan("prefill-0", 5600, *prefill), self.plan("decode-0", 5700, *decode)]
+        assert [cause.check.id for cause in run_quick(planned).causes if cause.state is State.FAIL] == [wanted]
 
     def test_a_plan_without_fault_passes_here(self) -> None:
         assert run_quick([self.plan("prefill-0", 5600), self.plan("decode-0", 5700)]).count(State.FAIL) == 0

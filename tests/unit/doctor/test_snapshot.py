@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import shutil
 import tarfile
 from typing import TYPE_CHECKING
 
@@ -64,7 +63,7 @@ class TestLayouts:
             tar.add(tmp_path / "node7", arcname="node7")
         assert findings(load(tmp_path / "x.tar.gz")) == findings(p5en().host())
 
-    @pytest.mark.skipif(shutil.which("zstd") is None, reason="needs the zstd program")
+    @pytest.mark.system("zstd")
     def test_zstd_is_read(self, tmp_path: Path) -> None:
         write(p5en().members(), tmp_path / "node7.tar.zst")
         assert findings(load(tmp_path / "node7.tar.zst")) == findings(p5en().host())

@@ -163,7 +163,7 @@ def test_only_the_requests_of_the_wanted_clients_are_kept(tmp_path: Path) -> Non
     (tmp_path / "a.jsonl").write_bytes(encoded([router, *engines, other, warm_up]))
     journal = Journal(find_files([tmp_path]))
 
-    assert journal.keep(["c", "lost"])
+    assert journal.keep({"c": "turn 1", "lost": "turn 2"})
 
     assert [journal.one(f"SELECT count(*) FROM {table}") for table in ("routed", "requests", "holds")] == [1, 2, 1]
 
@@ -171,7 +171,7 @@ def test_only_the_requests_of_the_wanted_clients_are_kept(tmp_path: Path) -> Non
 def test_all_is_kept_where_no_line_is_of_a_wanted_client(folder: Path) -> None:
     journal = Journal(find_files([folder]))
 
-    assert not journal.keep(["another"])
+    assert not journal.keep({"another": "turn 1"})
 
     assert journal.one("SELECT count(*) FROM requests") == 2
 

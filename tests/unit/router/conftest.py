@@ -12,10 +12,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvops.router.admin import make_admin_app
-from kvops.router.app import make_app
+from kvops.router.app import listen, make_router, served
 from kvops.router.endpoints import Sources
 from kvops.router.settings import Settings
-from kvops.router.state import STATE, Router
+from kvops.router.state import Router
 from scripted_engines import FakeEngine, FakeFleet
 
 
@@ -78,18 +78,20 @@ async def bring_up(stack: AsyncExitStack, mode: str, *, prefill: int = 1, decode
         await engine.start()
         stack.push_async_callback(engine.stop)
     given = {role: [engine.url for engine in of_role] for role, of_role in engines.items()}
-    app = make_app(Sources(given), Settings(mode=mode, **({"probe_seconds": 0.05} | settings)))  # type: ignore[arg-type]
-    server = await _serve(stack, app)
-    admin_app = make_admin_app(app[STATE])
+    router = make_router(Sources(given), Settings(mode=mode, **({"probe_seconds": 0.05} | settings)))  # type: ignore[arg-type]
+    (listener,) = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    await stack.enter_async_context(served(router, listener))
+    admin_app = make_admin_app(router)
     admin = await _serve(stack, admin_app)
     client = await stack.enter_async_context(aiohttp.ClientSession())
     return Setup(
         fleet=fleet,
         prefill=engines["prefill"],
         decode=engines["decode"],
-        router=app[STATE],
+        router=router,
         client=client,
-        url=str(server.make_url("")).rstrip("/"),
+        url=url,
         admin_url=str(admin.make_url("")).rstrip("/"),
         admin=admin_app,
     )

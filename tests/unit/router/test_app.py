@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from fake_engine import FakeEngine
-from kvops.router.app import make_app
+from kvops.router.app import listen, make_router, served
 from kvops.router.endpoints import ROLES, Sources
 from kvops.router.pool import Role
 from kvops.router.settings import Settings
@@ -42,6 +42,13 @@ async def _serve(app: web.Application, stack: contextlib.AsyncExitStack) -> str:
     return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
+async def _serve_router(sources: Sources, settings: Settings, stack: contextlib.AsyncExitStack) -> str:
+    (listener,) = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    await stack.enter_async_context(served(make_router(sources, settings), listener))
+    return url
+
+
 MakeFleet = Callable[..., Awaitable[Fleet]]
 
 
@@ -57,7 +64,7 @@ async def make_fleet() -> AsyncIterator[MakeFleet]:
                 role: [await _serve(engine.app(), stack) for engine in engines]
                 for role, engines in zip(ROLES, (fleet.prefill, fleet.decode), strict=True)
             }
-            fleet.url = await _serve(make_app(Sources(urls), Settings(api_keys=api_keys)), stack)
+            fleet.url = await _serve_router(Sources(urls), Settings(api_keys=api_keys), stack)
             fleet.client = await stack.enter_async_context(aiohttp.ClientSession())
             return fleet
 
@@ -214,7 +221,7 @@ async def test_an_engine_without_room_is_a_503_that_says_when_to_come_again(make
 async def test_an_engine_that_is_not_there_is_a_502_that_names_no_address() -> None:
     async with contextlib.AsyncExitStack() as stack:
         nobody = ["http://127.0.0.1:1"]
-        url = await _serve(make_app(Sources({"prefill": nobody, "decode": nobody}), Settings()), stack)
+        url = await _serve_router(Sources({"prefill": nobody, "decode": nobody}), Settings(), stack)
         client = await stack.enter_async_context(aiohttp.ClientSession())
         async with client.post(url + "/v1/completions", json=PROMPT) as answer:
             error = (await answer.json())["error"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvops.router import bodies
 
+DEEP = b'{"a": ' + b"[" * 100_000
 KEEP = msgspec.Raw(b'{"do_remote_decode":true}')
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -88,7 +89,7 @@ def test_values_keep_their_spelling() -> None:
     assert bodies.encode(body) == b'{"temperature":1.0,"seed":12345678901234567890123,"x":"\\u00e9"}'
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"{", b'{"a": }', b"\xff", b"null"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"{", b'{"a": }', b"\xff", b"null", DEEP])
 def test_what_is_no_json_object_is_refused(content: bytes) -> None:
     with pytest.raises(bodies.BodyError, match="not a JSON object"):
         bodies.parse(content)

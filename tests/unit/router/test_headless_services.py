@@ -13,10 +13,9 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from fake_engine import FakeEngine
-from kvops.router.app import make_app
+from kvops.router.app import make_router
 from kvops.router.endpoints import Sources
 from kvops.router.settings import Settings
-from kvops.router.state import STATE
 from scripted_engines import wait_until
 
 
@@ -58,7 +57,7 @@ async def test_a_service_without_a_ready_pod_is_an_error_that_the_router_outlive
 
 async def test_what_stays_keeps_its_state_and_handles_of_what_goes_are_void(monkeypatch: pytest.MonkeyPatch) -> None:
     dns = Dns(monkeypatch)
-    router = make_app(Sources(SPECS), Settings())[STATE]
+    router = make_router(Sources(SPECS), Settings())
     await router.refresh()
     gone, stays = router.decode.endpoints
     generation = gone.generation

@@ -18,6 +18,7 @@ from kvops.doctor.parsers import (
     ParseError,
     cloud,
     fi_info,
+    metrics,
     neuron,
     nixlbench,
     nvidia,
@@ -34,17 +35,26 @@ from kvops.doctor.snapshot import SnapshotHost
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
+def parse_names_of_distributions(text: str) -> object:
+    return packages.parse_dist_infos(text.splitlines())
+
+
+def total_of_failures(page: str) -> object:
+    return metrics.total(page, "vllm:nixl_num_failed_transfers(?:_total)?")
+
+
 PARSERS: tuple[Callable[[str], object], ...] = (
     versions.version,
     fi_info.parse_entries,
     fi_info.parse_version,
     fi_info.parse_variable_names,
     rdma.parse_ibv_devinfo,
-    rdma.parse_ibv_devices,
     rdma.parse_statistics,
     pci.parse_lspci,
     pci.parse_redirecting_bridges,
     pci.full_address,
+    pci.shows_acs,
     nixlbench.parse_nixlbench,
     nvidia.parse_driver,
     nvidia.parse_gpu_list,
@@ -64,7 +74,10 @@ PARSERS: tuple[Callable[[str], object], ...] = (
     proc.parse_kernel_options,
     proc.parse_df_size_bytes,
     proc.parse_modes,
+    proc.kernel_version,
+    packages.normal_name,
     packages.parse_pip_list,
+    parse_names_of_distributions,
     packages.parse_os_packages,
     packages.parse_loader_cache,
     packages.parse_ldd,
@@ -72,6 +85,7 @@ PARSERS: tuple[Callable[[str], object], ...] = (
     packages.parse_dkms,
     packages.parse_installer_version,
     cloud.parse_object,
+    total_of_failures,
 )
 WORDS = st.sampled_from(
     [
@@ -96,11 +110,14 @@ WORDS = st.sampled_from(
         "\0",
         "0000:00:00.0",
         "9" * 400,
+        "9" * 5000,
         "null",
         "Max locked memory",
         "\x1b[4m",
         "é",
         "not found",
+        "vllm:nixl_num_failed_transfers_total",
+        "vllm-0.32.0.dist-info",
     ]
 )
 JSON = st.recursive(

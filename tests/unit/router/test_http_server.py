@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvops.router.app import listen, make_app, run_app
+from kvops.router.app import listen, make_router, served
 from kvops.router.endpoints import Sources
 from kvops.router.settings import Deadlines, Limits, Settings
 from scripted_engines import FakeEngine, FakeFleet
@@ -27,15 +27,11 @@ async def router(**settings: object) -> AsyncIterator[int]:
         await engine.start()
     sources = Sources({role: [engine.url] for role, engine in engines.items()})  # type: ignore[misc]
     (listener,) = listen("127.0.0.1", 0)
-    stop = asyncio.Event()
-    serving = asyncio.create_task(run_app(make_app(sources, Settings(**settings)), listener, stop=stop))  # type: ignore[arg-type]
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        stop.set()
-        await serving
-        for engine in engines.values():
-            await engine.stop()
+    port = listener.getsockname()[1]
+    async with served(make_router(sources, Settings(**settings)), listener):  # type: ignore[arg-type]
+        yield port
+    for engine in engines.values():
+        await engine.stop()
 
 
 async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -1,0 +1,146 @@
+"""Push: the two mends of how registrations and finished blocks find each other."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvops_connectors.bounded import Bounded
+from kvops_connectors.events import Event, PushRetried, RegistrationLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvops_connectors.settings import Settings
+
+# Requests that a rank keeps track of; more than any engine runs at once.
+TRACKED = 10_000
+RETRY_SECONDS = 1.0
+
+# Key in a registration that takes an earlier one of the same request back.
+CANCELLED = "kvops_cancelled"
+
+
+class Registrations:
+    """Push, on decode: gives up registrations that nobody fulfils.
+
+    A registration that is given up goes through two steps. First prefill is told to forget it, by a second registration
+    under the same request id, which replaces the first: it names an engine that does not exist, so that a stock prefill
+    fails the handshake and never writes. After a grace time, in which a write that had already begun ends, the load is
+    reported as failed and vLLM frees the blocks.
+    """
+
+    def __init__(self, worker: Any, settings: Settings, timeout_seconds: float, emit: Callable[[Event], None]) -> None:
+        self._worker = worker
+        self._on = settings.push_timeout and hasattr(worker, "_reg_send_inbox") and hasattr(worker, "_failed_recv_reqs")
+        self._timeout = timeout_seconds
+        self._grace = settings.push_cancel_grace_seconds
+        self._emit = emit
+        self._waiting: Bounded[str, tuple[float, dict[str, Any]]] = Bounded(TRACKED)
+        self._cancelled: Bounded[str, float] = Bounded(TRACKED)
+
+    def add(self, registrations: dict[str, dict[str, Any]]) -> None:
+        """Start the clock of new registrations."""
+        if self._on and registrations:
+            deadline = time.perf_counter() + self._timeout
+            for request_id, registration in registrations.items():
+                self._waiting[request_id] = (deadline, registration)
+
+    def pop(self, request_id: str) -> None:
+        """Forget a registration that was fulfilled or has failed."""
+        self._waiting.pop(request_id, None)
+        self._cancelled.pop(request_id, None)
+
+    def expire(self, now: float) -> None:
+        """Take the next step for every registration whose time has come; both maps are in order of time."""
+        while self._waiting:
+            request_id, (deadline, registration) = next(iter(self._waiting.items()))
+            if deadline > now:
+                break
+            del self._waiting[request_id]
+            self._cancel(request_id, registration)
+            self._cancelled[request_id] = now + self._grace
+        while self._cancelled:
+            request_id, deadline = next(iter(self._cancelled.items()))
+            if deadline > now:
+                break
+            del self._cancelled[request_id]
+            self._emit(RegistrationLost(request_id))
+            if request_id in self._worker._recving_metadata:
+                self._worker._failed_recv_reqs.put(request_id)
+
+    def _cancel(self, request_id: str, registration: dict[str, Any]) -> None:
+        cancelled = {**registration, "decode_engine_id": f"cancelled-{request_id}", CANCELLED: True}
+        self._worker._reg_send_inbox.put((request_id, cancelled))
+        self._worker._push_writer_wake.set()
+
+
+class Registration(msgspec.Struct):
+    """What prefill needs of a registration; the long lists of block ids stay undecoded."""
+
+    request_id: str
+    kvops_cancelled: bool = False
+
+
+class Pushes:
+    """Push, on prefill: writes whose handshake with decode has failed are tried again.
+
+    vLLM takes the registration and the blocks out of its lists before it shakes hands with decode, and drops both when
+    that fails, as it does when decode's answer takes longer than 5 seconds: decode then waits for its whole timeout for
+    a write that nobody starts. Here they are kept and handed in again for as long as the blocks are held.
+    """
+
+    def __init__(self, worker: Any, settings: Settings, emit: Callable[[Event], None]) -> None:
+        self._worker = worker
+        self._on = settings.push_retry and hasattr(worker, "_deferred_push_inbox")
+        self._emit = emit
+        self._decoder = msgspec.msgpack.Decoder(Registration)
+        self._begun: Bounded[str, tuple[Any, dict[str, Any]]] = Bounded(TRACKED)
+        self._due: Bounded[str, float] = Bounded(TRACKED)
+        self._cancelled: Bounded[str, bool] = Bounded(TRACKED)
+        self._over: Bounded[str, bool] = Bounded(TRACKED)
+
+    def registered(self, payload: bytes) -> Registration:
+        """Take note of a registration that has arrived, and return what it says.
+
+        Raises:
+            msgspec.DecodeError: it is no registration.
+        """
+        registration = self._decoder.decode(payload)
+        if registration.kvops_cancelled:
+            self._cancelled[registration.request_id] = True
+        return registration
+
+    def is_stale(self, request_id: str, registration: dict[str, Any]) -> bool:
+        """Return whether the blocks of a write that had to wait for the handshake are free by now, on either side."""
+        return request_id in self._over or registration["request_id"] in self._cancelled
+
+    def began(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
+        """Keep what a write needs until the hold on the blocks ends."""
+        if self._on:
+            self._begun[request_id] = blocks, registration
+
+    def over(self, request_id: str) -> None:
+        """Forget a write whose hold has ended."""
+        self._over[request_id] = True
+        self._begun.pop(request_id, None)
+        self._due.pop(request_id, None)
+
+    def parted(self, request_id: str) -> None:
+        """Take up a write whose handshake has failed; called on the handshake thread."""
+        if request_id in self._begun:
+            self._due[request_id] = time.perf_counter() + RETRY_SECONDS
+
+    def retry(self, now: float) -> None:
+        """Hand in again every write whose time has come; the map is in order of time."""
+        # A copy: the handshake thread adds to it.
+        for request_id, due in list(self._due.items()):
+            if due > now:
+                break
+            self._due.pop(request_id, None)
+            if (begun := self._begun.get(request_id)) is not None:
+                self._emit(PushRetried(request_id))
+                self._worker._deferred_push_inbox.put((request_id, *begun))
+                self._worker._push_writer_wake.set()

@@ -1,0 +1,63 @@
+"""paired_latency on the CPU: starts a pair without instruments and one with them, and compares the two.
+
+The pair without is vLLM's own connectors, left unpinned and with a sleeping progress thread as kvops leaves its own:
+otherwise the comparison would be one of two schedulings, which kvops would win without merit.
+
+    python tests/bench/cpu_pairs.py --mode pull --input-tokens 1024 --output-tokens 32 --rate 0 --seconds 15 --rounds 8
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "connectors"), str(ROOT / "tests" / "support")]
+
+import paired_latency  # noqa: E402
+from engine_pair import Engine, Pair, tokens  # noqa: E402
+
+# The tiny model's printable tokens.
+TOKENS = (33, 123)
+
+
+def engines(mode: str, folder: Path, *, stock: bool) -> list[Engine]:
+    name = "stock" if stock else "kvops"
+    connector = "NixlPushConnector" if mode == "push" else "NixlConnector"
+    roles = ("kv_producer", "kv_consumer") if mode == "push" else ("kv_both", "kv_both")
+    args = ("--no-enable-prefix-caching",)
+    sides = zip(("prefill", "decode"), roles, strict=True)
+    return [Engine(f"{name}-{side}", folder, connector, role, args=args, stock=stock) for side, role in sides]
+
+
+def spec(name: str, prefill: Engine, decode: Engine) -> str:
+    """Return what paired_latency takes; prefill's first answer tells its engine id."""
+    handle = Pair(prefill, decode).prefill_leg(tokens(64)).handle
+    assert handle is not None
+    side_channel = f"{handle['remote_host']}:{handle['remote_port']}"
+    urls = (f"http://127.0.0.1:{engine.port}" for engine in (prefill, decode))
+    return ",".join((name, *urls, handle["remote_engine_id"], side_channel))
+
+
+def main() -> None:
+    options = paired_latency.parser().parse_args()
+    options.token_range = TOKENS
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [engines(options.mode, Path(folder), stock=stock) for stock in (True, False)]
+        started = [engine for pair in pairs for engine in pair]
+        try:
+            for engine in started:
+                engine.start()
+            for engine in started:
+                engine.wait_ready()
+            options.a, options.b = (spec(name, *pair) for name, pair in zip(("stock", "kvops"), pairs, strict=True))
+            asyncio.run(paired_latency.main(options))
+        finally:
+            for engine in started:
+                engine.stop()
+
+
+if __name__ == "__main__":
+    main()
