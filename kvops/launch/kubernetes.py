@@ -197,7 +197,7 @@ def _engine_pod(topology: Topology, role: str, *, serves: bool) -> Manifest:
     check = {"name": "doctor", "command": ["python3", "-m", "kvops.cli.main", "doctor", "--only", "quick"], **shared}
     engine = {"name": "vllm", "command": ["/bin/sh", "/start/start.sh"], **shared}
     if serves:
-        engine |= _serving(topology)
+        engine |= _serving(topology, dict(topology.groups())[role].data_parallel)
     else:
         engine |= {"args": ["--headless"]}
         # A rank without HTTP has nothing to ask but whether its process is there.
@@ -231,13 +231,14 @@ def _delivery(topology: Topology) -> Manifest:
     }
 
 
-def _serving(topology: Topology) -> Manifest:
+def _serving(topology: Topology, ranks: int) -> Manifest:
     settings = topology.kubernetes
     drain = ["python3", "-m", "kvops.launch.drain", f"http://127.0.0.1:{ENGINE_PORT}", str(settings.drain_seconds)]
     return {
         "ports": [
             {"name": "http", "containerPort": ENGINE_PORT},
-            {"name": "side-channel", "containerPort": SIDE_CHANNEL_PORT},
+            # vLLM's rank N listens on the base port plus N.
+            *({"name": f"side-channel-{rank}", "containerPort": SIDE_CHANNEL_PORT + rank} for rank in range(ranks)),
         ],
         "startupProbe": _PROBE | {"failureThreshold": settings.startup_minutes * 6},
         "readinessProbe": _PROBE | {"failureThreshold": 3},

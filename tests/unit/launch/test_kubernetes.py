@@ -221,6 +221,15 @@ def test_an_engine_over_two_nodes_is_a_leader_worker_set_whose_leader_alone_is_r
     assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
 
 
+def test_every_rank_of_an_engine_has_a_side_channel_port_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "kvops.yaml"
+    file.write_text("preset: p5en\ndecode: {data_parallel: 4, tensor_parallel: 1}\nkubernetes: {image: x}\n")
+    text = render(load_topology(file))["10-decode.yaml"]
+    (workload,) = [m for m in yaml.safe_load_all(text) if m["kind"] == "StatefulSet"]
+    ports = workload["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert [port["containerPort"] for port in ports] == [8100, 5600, 5601, 5602, 5603]
+
+
 def test_prefill_and_decode_are_kept_on_different_nodes_of_one_zone() -> None:
     affinity = find("p5en-2p2d", "StatefulSet", "prefill")["spec"]["template"]["spec"]["affinity"]
     key = "requiredDuringSchedulingIgnoredDuringExecution"
