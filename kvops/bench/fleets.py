@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -21,17 +21,14 @@ if TYPE_CHECKING:
     from kvops.launch.plan import Plan
     from kvops.launch.rundir import FleetState
 
-_LEG_KEYS = (
-    "mode",
-    "connectors",
-    "dispatch",
-    "prefill_cache",
-    "conversations",
-    "router",
-    "prefill",
-    "decode",
-    "journal",
-)
+_CHOICES = {
+    "mode": ("pull", "push", "bidirectional"),
+    "connectors": ("instrumented", "stock"),
+    "dispatch": ("serial", "concurrent"),
+    "prefill_cache": ("cold", "warm"),
+    "conversations": ("on", "off"),
+}
+_LEG_KEYS = (*_CHOICES, "fleet", "router", "prefill", "decode", "journal")
 # The journals' threads write what is queued within a second.
 _JOURNAL_SECONDS = 1.0
 
@@ -67,37 +64,58 @@ def given(text: str, *, prefill_cache: str) -> Target:
     """Return the leg that ``--leg NAME,key=value,...`` describes; prefill and decode may be given more than once.
 
     Raises:
-        KvopsError: something is missing or unknown.
+        KvopsError: something is missing, unknown or not up.
     """
     name, *parts = text.split(",")
+    values = _values_of(name, parts)
+    if "fleet" in values:
+        values = _values_of_fleet(values["fleet"][0]) | values
+    missing = [key for key in ("router", "prefill", "decode") if key not in values]
+    if missing or not name or "=" in name or "/" in name:
+        raise KvopsError(
+            f"--leg {text!r} lacks {', '.join(missing) or 'a name'}",
+            "write --leg NAME,mode=pull,router=URL,prefill=URL,decode=URL, or --leg NAME,fleet=FLEET",
+        )
+    first = {key: found[0] for key, found in values.items()}
+    mode = first.get("mode", "pull")
+    described = {
+        "mode": mode,
+        "connectors": first.get("connectors", "instrumented"),
+        "dispatch": first.get("dispatch", "concurrent" if mode == "push" else "serial"),
+        "prefill_cache": first.get("prefill_cache", prefill_cache),
+        "conversation_ids": first.get("conversations", "on") == "on" and mode == "bidirectional",
+    }
+    urls = {"router": first["router"], "prefill": values["prefill"], "decode": values["decode"]}
+    leg = msgspec.convert({"name": name, **described, **urls}, Leg)
+    return Target(leg, Path(first["journal"]) if "journal" in first else None)
+
+
+def _values_of(name: str, parts: Iterable[str]) -> dict[str, list[str]]:
     values: dict[str, list[str]] = {}
     for part in parts:
         key, _, value = part.partition("=")
         if key not in _LEG_KEYS or not value:
             raise KvopsError(f"--leg {name} has {part!r}", f"write key=value with one of {', '.join(_LEG_KEYS)}")
+        if value not in _CHOICES.get(key, (value,)):
+            raise KvopsError(f"--leg {name} has {part}", f"write one of {', '.join(_CHOICES[key])}")
         values.setdefault(key, []).append(value.rstrip("/"))
-    missing = [key for key in ("router", "prefill", "decode") if key not in values]
-    if missing or not name or "=" in name or "/" in name:
-        raise KvopsError(
-            f"--leg {text!r} lacks {', '.join(missing) or 'a name'}",
-            "write --leg NAME,mode=pull,router=URL,prefill=URL,decode=URL",
-        )
-    first = {key: found[0] for key, found in values.items()}
-    mode = first.get("mode", "pull")
-    if mode not in ("pull", "push", "bidirectional"):
-        raise KvopsError(f"--leg {name} has mode={mode}", "write pull, push or bidirectional")
-    leg = Leg(
-        name=name,
-        mode=mode,
-        connectors="stock" if first.get("connectors") == "stock" else "instrumented",
-        dispatch="concurrent" if mode == "push" else "serial",
-        prefill_cache="warm" if first.get("prefill_cache", prefill_cache) == "warm" else "cold",
-        conversation_ids=first.get("conversations", "on") == "on" and mode == "bidirectional",
-        router=first["router"],
-        prefill=tuple(values["prefill"]),
-        decode=tuple(values["decode"]),
-    )
-    return Target(leg, Path(first["journal"]) if "journal" in first else None)
+    return values
+
+
+def _values_of_fleet(name: str) -> dict[str, list[str]]:
+    """Return what ``--leg`` would say of a fleet that ``kvops up`` started on this machine."""
+    run_dir = RunDir(name)
+    if not run_dir.is_running():
+        raise KvopsError(f"no fleet called {name} is up", "kvops status shows those that are")
+    plan = run_dir.read_plan()
+    return {
+        "mode": [plan.mode],
+        "connectors": ["stock" if plan.connectors == "stock" else "instrumented"],
+        "router": [plan.router.url],
+        "prefill": [process.url for process in plan.role("prefill")],
+        "decode": [process.url for process in plan.role("decode")],
+        "journal": [str(run_dir.journal_dir)],
+    }
 
 
 @contextlib.asynccontextmanager
@@ -138,18 +156,31 @@ async def _running(plan: Plan, show: Callable[[FleetState], None]) -> AsyncItera
         await fleet
 
 
-async def model_of(session: aiohttp.ClientSession, leg: Leg, headers: Mapping[str, str]) -> str:
+async def model_of(session: aiohttp.ClientSession, leg: Leg, headers: Mapping[str, str], longest_tokens: int) -> str:
     """Return the name under which a leg serves its model.
 
+    Args:
+        session: to ask with.
+        leg: whose router is asked.
+        headers: for the router.
+        longest_tokens: of prompt and answer together, that will be asked for.
+
     Raises:
-        KvopsError: its router does not say.
+        KvopsError: its router does not say, or the model takes no request so long.
     """
     url = f"{leg.router}/v1/models"
     try:
         async with session.get(url, headers=headers, timeout=aiohttp.ClientTimeout(total=30)) as answer:
-            found: str = (await answer.json())["data"][0]["id"]
+            card: dict[str, Any] = (await answer.json())["data"][0]
+            found: str = card["id"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
         raise KvopsError(f"{url} names no model: {error or type(error).__name__}", "check the leg's router") from None
+    most = card.get("max_model_len")
+    if isinstance(most, int) and longest_tokens > most:
+        raise KvopsError(
+            f"prompt and answer of {longest_tokens} tokens do not fit {found}, which takes {most}",
+            "lower --input-tokens or --end-tokens, or raise --max-model-len in the args of kvops.yaml",
+        )
     return found
 
 

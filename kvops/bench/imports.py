@@ -110,6 +110,7 @@ def _of_aiperf(content: bytes, leg: Leg) -> Iterator[RequestResult]:
         prompt_tokens = int(_metric(metrics, "input_sequence_length") or 0)
         start = about["request_start_ns"] / 1e9
         failed = bool(error) or "time_to_first_token" not in metrics
+        gaps = sorted(_times(metrics, "inter_chunk_latency"))
         yield RequestResult(
             leg=leg.name,
             round=0,
@@ -124,6 +125,8 @@ def _of_aiperf(content: bytes, leg: Leg) -> Iterator[RequestResult]:
             turn=about["turn_index"] + 1 if about.get("turn_index") is not None else None,
             ttft_seconds=_metric(metrics, "time_to_first_token"),
             tpot_seconds=_metric(metrics, "inter_token_latency"),
+            itl_p50_seconds=quantile(gaps, 0.5) if gaps else None,
+            itl_p99_seconds=quantile(gaps, 0.99) if gaps else None,
             e2e_seconds=_metric(metrics, "request_latency"),
             output_tokens=int(_metric(metrics, "output_sequence_length") or 0),
             error=str(error)[:300] if error else None,
@@ -138,3 +141,9 @@ def _metric(metrics: dict[str, Any], name: str) -> float | None:
     if name not in metrics:
         return None
     return float(metrics[name]["value"]) * _UNITS.get(metrics[name].get("unit", ""), 1.0)
+
+
+def _times(metrics: dict[str, Any], name: str) -> list[float]:
+    """Return a metric that is a list of times, in seconds."""
+    found = metrics.get(name, {"value": []})
+    return [float(value) * _UNITS.get(found.get("unit", ""), 1.0) for value in found["value"]]

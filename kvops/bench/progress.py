@@ -51,9 +51,10 @@ class Progress:
 
     def cell(self, counted: CellCounters) -> None:
         """Tell that a leg is done with a cell."""
+        rate = f"at {counted.cell.rate_per_second:g}/s" if counted.cell.rate_per_second else "one by one"
         self._say(
-            f"{counted.leg}: round {counted.round + 1}, {counted.cell.input_tokens} tokens at "
-            f"{counted.cell.rate_per_second:g}/s done in {counted.seconds:.1f} s"
+            f"{counted.leg}: round {counted.round + 1}, {counted.cell.input_tokens} tokens {rate} done in "
+            f"{counted.seconds:.1f} s"
         )
 
     def fleet(self, state: FleetState) -> None:

@@ -112,7 +112,9 @@ class Session:
         async with fleets.running(_distinct_plans(targets), self._progress.fleet), aiohttp.ClientSession() as session:
             _let_interrupts_end_us()
             for target in targets:
-                self._models[target.leg.name] = await fleets.model_of(session, target.leg, self._headers)
+                self._models[target.leg.name] = await fleets.model_of(
+                    session, target.leg, self._headers, self._workload.longest_tokens
+                )
             servers = [
                 Server(target.leg, Client(target.leg.router, self._models[target.leg.name], self._headers))
                 for target in targets

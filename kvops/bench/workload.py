@@ -46,6 +46,11 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     unique_prompts: bool
     seed: int
 
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return max(cell.input_tokens for cell in self.cells) + self.output_tokens
+
 
 class Turns(msgspec.Struct, frozen=True, kw_only=True):
     """Conversations that grow from turn to turn.
@@ -76,6 +81,11 @@ class Turns(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     prefill_cache: Literal["cold", "warm"]
     seed: int
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return self.prompt_tokens(self.turns) + self.output_tokens
 
     def prompt_tokens(self, turn: int) -> int:
         """Return the length of the prompt of a turn, from 1."""

@@ -42,9 +42,9 @@ def _common(function: Callable[..., None]) -> Callable[..., None]:
     options = [
         click.option("--out", type=_FILE, help="Folder of the run; made up from the time if left out."),
         click.option("--leg", "legs", multiple=True, metavar="NAME,KEY=VALUE,...",
-                     help="A fleet that is already up, instead of starting some: mode=MODE, router=URL, prefill=URL, "
-                          "decode=URL; also connectors=instrumented|stock, conversations=on|off, journal=FOLDER. "
-                          "Repeat it."),
+                     help="A fleet that is already up, instead of starting some: fleet=NAME of kvops up, or mode=MODE, "
+                          "router=URL, prefill=URL, decode=URL, journal=FOLDER; also connectors=instrumented|stock, "
+                          "dispatch=serial|concurrent, conversations=on|off. Repeat it."),
         click.option("-f", "--file", type=_FILE, help="The kvops.yaml of the fleets to start."),
         click.option("--preset", help="Preset instead of the one that fits this machine."),
         click.option("--model", help="Model instead of that of kvops.yaml."),

@@ -55,7 +55,7 @@ def _table(run: Run, results: list[RequestResult]) -> Table:
         table.add_row(
             leg,
             str(cell.input_tokens),
-            f"{cell.rate_per_second:g}/s",
+            f"{cell.rate_per_second:g}/s" if cell.rate_per_second else "one by one",
             str(len(good)),
             str(sum(result.outcome == "failed" for result in group)),
             *_milliseconds([result.ttft_seconds for result in good], (0.5, 0.9)),

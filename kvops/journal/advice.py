@@ -85,7 +85,8 @@ def advise(legs: Sequence[Leg]) -> list[Advice]:
     # Readback is measured only where it took place, so such a leg says most.
     reads = "SELECT count(*) FROM requests WHERE direction = 'd_to_p'"
     leg, journal = max(journals, key=lambda pair: pair[1].one(reads))
-    costs, missing = fit_costs(journal)
+    # Prefill works alike in all legs of a run, and those without readback show prompts of more lengths.
+    costs, missing = fit_costs(journal, [other for one, other in journals if one.conditions == leg.conditions])
     turns = observations.turns(journal)
     mode = (
         mode_by_comparison(legs) if len({one.mode for one in legs}) > 1 else mode_of_journal(leg, costs, missing, turns)
@@ -113,9 +114,14 @@ def patch(advice: Sequence[Advice]) -> dict[str, object]:
     return found
 
 
-def fit_costs(journal: Journal) -> tuple[Costs | None, str]:
-    """Return the costs of moving and of computing, or None and what is missing."""
-    tokens, history, seconds = observations.prefills(journal)
+def fit_costs(journal: Journal, alike: Sequence[Journal]) -> tuple[Costs | None, str]:
+    """Return the costs of moving and of computing, or None and what is missing.
+
+    Args:
+        journal: of which transfers are taken.
+        alike: of which prefills are taken; ``journal`` is among them.
+    """
+    tokens, history, seconds = observations.prefills(alike)
     missing = fits.missing(tokens, "prefills")
     direction = "d_to_p"
     moved, moving = observations.transfers(journal, direction)

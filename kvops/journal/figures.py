@@ -37,7 +37,7 @@ _UNROUTED = """
            (d.finished - d.loaded) / nullif(d.generated, 0) AS tpot_seconds, d.finished AS ended_at
     FROM requests d LEFT JOIN requests p ON p.leg = d.leg AND p.role = 'prefill' WHERE d.role <> 'prefill'"""
 WAITS = """
-    SELECT r.direction, r.prompt, r.remote, r.allocated - r.arrived AS queue,
+    SELECT r.direction, r.mode, r.prompt, r.remote, r.allocated - r.arrived AS queue,
            coalesce(r.handshake, h.handshake, 0) AS handshake, coalesce(r.post, h.post) AS post,
            coalesce(r.wire, h.wire) AS wire, r.loaded - r.allocated AS wait,
            coalesce(nullif(r.bytes, 0), h.bytes) AS bytes,
@@ -420,14 +420,14 @@ def _kv(journal: Journal) -> Kv:
 def _prompts(journal: Journal) -> list[dict[str, Any]]:
     rows = journal.rows(
         "SELECT l.cell, count(*), avg(p.prompt - p.local_hit - p.remote), avg(p.remote), avg(p.local_hit)"
-        " FROM (SELECT cell, unnest(legs) AS leg FROM routed WHERE cell IS NOT NULL) l"
+        " FROM (SELECT DISTINCT cell, unnest(legs) AS leg FROM routed WHERE cell IS NOT NULL) l"
         " JOIN requests p ON p.leg = l.leg AND p.role = 'prefill' GROUP BY 1"
     )
     return [dict(zip(Prompts.__struct_fields__, row, strict=True)) for row in rows]
 
 
 def _flow(journal: Journal, direction: str) -> Flow | None:
-    waits = journal.columns(f"SELECT * EXCLUDE (direction) FROM ({WAITS}) WHERE direction = '{direction}'")
+    waits = journal.columns(f"SELECT * EXCLUDE (direction, mode) FROM ({WAITS}) WHERE direction = '{direction}'")
     count = int(waits["wait"].size)
     if not count:
         return None

@@ -10,6 +10,8 @@ import numpy as np
 from kvops.journal.figures import WAITS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvops.journal.tables import Journal
 
 # vLLM's default; used only where no hold tells.
@@ -66,18 +68,27 @@ class Engines:
 
 
 def transfers(journal: Journal, direction: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and seconds of the transfers in one direction, without the waits for handshakes."""
-    query = f"SELECT * EXCLUDE (direction) FROM ({WAITS}) WHERE direction = '{direction}' AND remote > 0"
+    """Return tokens and seconds of the reads in one direction, without the waits for handshakes.
+
+    Pushed requests are left out: decode waits from its allocation on, and so for the prefill as well.
+    """
+    query = (
+        f"SELECT * EXCLUDE (direction, mode) FROM ({WAITS})"
+        f" WHERE direction = '{direction}' AND remote > 0 AND mode IS DISTINCT FROM 'push'"
+    )
     waits = journal.columns(query)
     seconds = waits["wait"] - waits["handshake"]
     good = np.isfinite(seconds) & (seconds > 0)
     return waits["remote"][good], seconds[good]
 
 
-def prefills(journal: Journal) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def prefills(journals: Sequence[Journal]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return computed tokens, the tokens before them, and seconds of prefills."""
-    found = journal.columns(_PREFILLS)
-    return found["tokens"], found["history"], found["seconds"]
+    found = [journal.columns(_PREFILLS) for journal in journals]
+    tokens, history, seconds = (
+        np.concatenate([each[name] for each in found]) for name in ("tokens", "history", "seconds")
+    )
+    return tokens, history, seconds
 
 
 def turns(journal: Journal) -> Turns:

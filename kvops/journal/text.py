@@ -197,6 +197,8 @@ def notes(legs: Sequence[Figures], differences: Sequence[str] = ()) -> list[str]
     if differences:
         found.append(f"the runs that are compared differ in {', '.join(differences)}: the ratios hold that, too")
     for leg in legs:
+        if not any(cell.requests for cell in leg.cells):
+            found.append(f"{leg.leg}: no request; journals of decode and of the router or prefill show some together")
         if leg.kv is None:
             found.append(f"{leg.leg}: no journal, so nothing is known of its KV")
             continue

@@ -38,7 +38,7 @@ class Fleet:
         return Leg(name=name, mode="pull", router=self.url, prefill=(), decode=(self.url,), **fields)
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": 8192}]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         source = "external_kv_transfer" if self.moves_kv else "local_compute"

@@ -23,6 +23,7 @@ AIPERF = {
     "metrics": {
         "time_to_first_token": {"value": 182.5, "unit": "ms"},
         "inter_token_latency": {"value": 11.25, "unit": "ms"},
+        "inter_chunk_latency": {"value": [10.5, 30.0, 11.0], "unit": "ms"},
         "request_latency": {"value": 1600.0, "unit": "ms"},
         "input_sequence_length": {"value": 550, "unit": "tokens"},
         "output_sequence_length": {"value": 127, "unit": "tokens"},
@@ -67,6 +68,7 @@ def test_aiperf_is_read_in_seconds(tmp_path):
     (result,) = read(write(tmp_path, json.dumps(AIPERF) + "\n"), LEG)
     assert result.ttft_seconds == pytest.approx(0.1825)
     assert result.e2e_seconds == pytest.approx(1.6)
+    assert (result.itl_p50_seconds, result.itl_p99_seconds) == pytest.approx((0.011, 0.03))
     assert (result.conversation, result.turn, result.output_tokens) == ("c0", 2, 127)
 
 

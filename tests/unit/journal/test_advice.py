@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 import yaml
 
-from kvops.journal.advice import Advice, advise, decoder_ttl, mode_by_comparison, patch, ttl_point
+from kvops.journal.advice import (
+    Advice,
+    advise,
+    decoder_ttl,
+    fit_costs,
+    mode_by_comparison,
+    patch,
+    recompute_threshold,
+    ttl_point,
+)
 from kvops.journal.figures import ALL, Leg, legs_of_paths
 from kvops.journal.observations import Turns
+from kvops.journal.tables import Journal, find_files
 from kvops.topology import load_topology
 from kvops_connectors.journal import Engine, Hold, HoldEnd, Record, RequestIds, Times, Tokens, Transfer
 
@@ -152,6 +162,38 @@ def found(journal: Path) -> dict[str, Advice]:
 def test_the_threshold_of_a_journal_is_where_its_costs_are_equal(found: dict[str, Advice]) -> None:
     # 4 ms + 1 us n = 20 us n at 210.5 tokens.
     assert found["kv_recompute_threshold"].value == pytest.approx(210.5, rel=0.1)
+
+
+def test_prefills_of_legs_without_readback_count_for_the_threshold(tmp_path: Path) -> None:
+    # With readback every prefill computes about as much, so only the other leg tells what more tokens would cost.
+    rng = np.random.default_rng(1)
+    reading, computing = tmp_path / "reading", tmp_path / "computing"
+    for folder in (reading, computing):
+        folder.mkdir()
+    lines = [line for number in range(80) for line in conversation_lines(number, rng)]
+    prefills = [line for line in lines if isinstance(line, Record) and line.engine is PREFILL]
+    readers = [line for line in lines if not (line in prefills and line.request.turn == 1)]
+    (reading / "a.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, readers)))
+    first = [line for line in prefills if line.request.turn == 1]
+    (computing / "a.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, first)))
+    alone = Journal(find_files([reading]))
+
+    costs, missing = fit_costs(alone, [alone, Journal(find_files([computing]))])
+
+    assert not missing
+    assert recompute_threshold(costs, missing).value == pytest.approx(210.5, rel=0.1)
+
+
+def test_a_pushed_request_tells_nothing_about_moving(tmp_path: Path) -> None:
+    # Decode waits for the prefill, too.
+    lines = [line for number in range(80) for line in conversation_lines(number, np.random.default_rng(1))]
+    pushed = [msgspec.structs.replace(line, mode="push") for line in lines if not isinstance(line, HoldEnd)]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, pushed)))
+
+    found = next(one for one in advise(legs_of_paths([tmp_path])) if one.topic == "kv_recompute_threshold")
+
+    assert found.value is None
+    assert "more transfers of KV (there are 0)" in found.missing
 
 
 def test_the_ttl_of_a_journal_follows_its_gaps(found: dict[str, Advice]) -> None:

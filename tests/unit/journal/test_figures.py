@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvops.errors import KvopsError
-from kvops.journal.figures import ALL, compare, figures, legs_of_paths
+from kvops.journal.figures import ALL, Prompts, compare, figures, legs_of_paths
 from kvops.journal.tables import Journal, find_files
+from kvops.journal.text import notes
 from kvops.router.journal import LegRecord
 from kvops.router.journal import Record as RouterRecord
 from kvops_connectors.journal import Engine, Hold, HoldEnd, Record, RequestIds, Times, Tokens, Transfer
@@ -150,6 +151,12 @@ def test_a_path_without_journals_is_one_sentence(tmp_path: Path) -> None:
         find_files([tmp_path])
 
 
+def test_journals_without_a_request_are_told_of(tmp_path: Path) -> None:
+    (tmp_path / "router.jsonl").write_bytes(encoded(pulled()[:1]))
+
+    assert "no request" in notes([figures(legs_of_paths([tmp_path])[0])])[0]
+
+
 def test_a_leg_compared_with_itself_has_the_ratio_one(folder: Path) -> None:
     leg = legs_of_paths([folder])[0]
 
@@ -166,6 +173,17 @@ def test_only_the_requests_of_the_wanted_clients_are_kept(tmp_path: Path) -> Non
     assert journal.keep({"c": "turn 1", "lost": "turn 2"})
 
     assert [journal.one(f"SELECT count(*) FROM {table}") for table in ("routed", "requests", "holds")] == [1, 2, 1]
+
+
+def test_prefills_tokens_are_told_by_cell_of_the_run_with_each_request_once(folder: Path) -> None:
+    leg = legs_of_paths([folder])[0]
+    assert leg.journal
+
+    leg.journal.keep({"c": "turn 1"})
+
+    kv = figures(leg).kv
+    assert kv
+    assert kv.prompts == [Prompts(cell="turn 1", requests=1, computed=15, remote=0, local_hit=256)]
 
 
 def test_all_is_kept_where_no_line_is_of_a_wanted_client(folder: Path) -> None:
