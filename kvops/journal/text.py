@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from kvops.journal.figures import ALL, LATENCIES, PHASES
+from kvops.journal.figures import PHASES
+from kvops.journal.legs import ALL, LATENCIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,22 @@ RATIO_COLUMNS = ("requests of", "", "ratio", "95 % interval", "verdict")
 # The bootstrap's intervals of a handful of values are too narrow by far.
 _FEWEST_FOR_VERDICT = 10
 _NAMES = dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL p50", "ITL p99"), strict=True))
+
+
+def tables(
+    legs: Sequence[Figures], compared: dict[str, dict[str, Estimate]] | None, names: tuple[str, str] | None
+) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+    """Return title, columns and rows of each table of a report; those without rows are left out."""
+    found: list[tuple[str, Sequence[str], list[list[str]]]] = [
+        ("Latency and throughput", CELL_COLUMNS, cell_rows(legs)),
+        (" / ".join(names or ()), RATIO_COLUMNS, ratio_rows(compared or {})),
+        ("Counted by the engines", COUNTED_COLUMNS, counted_rows(legs)),
+        ("KV on the move", FLOW_COLUMNS, flow_rows(legs)),
+        ("Prefill's tokens, of a mean request", PROMPT_COLUMNS, prompt_rows(legs)),
+        ("Tokens", ("leg", "what", "tokens", "share"), token_rows(legs)),
+        ("Held blocks", HELD_COLUMNS, held_rows(legs)),
+    ]
+    return [table for table in found if table[2]]
 
 
 def milliseconds(found: Estimate | None) -> str:

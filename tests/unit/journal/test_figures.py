@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvops.errors import KvopsError
-from kvops.journal.figures import ALL, Prompts, compare, figures, legs_of_paths
+from kvops.journal.figures import Prompts, compare, figures
+from kvops.journal.legs import ALL, legs_of_paths
 from kvops.journal.tables import Journal, find_files
 from kvops.journal.text import notes
 from kvops.router.journal import LegRecord
