@@ -155,7 +155,10 @@ _QUANTITY = r"^[1-9][0-9]*(Mi|Gi|Ti)$"
 class Kubernetes(_Section):
     """What ``kvops render kubernetes`` cannot know."""
 
-    image: str | None = Field(None, min_length=1, description="Image with vLLM, NIXL and kvops; required for render.")
+    image: str | None = Field(None, min_length=1, description="Image of the engines; required for render.")
+    kvops_image: str | None = Field(
+        None, min_length=1, description="Image with kvops, which is copied into the engines' pods; theirs if unset."
+    )
     namespace: str = Field("kvops", pattern=_OBJECT_NAME, description="Namespace of everything rendered.")
     instance_type: str | None = Field(None, description="EC2 type of the engines' nodes; that of the preset if unset.")
     cpu: int = Field(8, ge=1, description="Cores requested for an engine pod.")
@@ -174,6 +177,18 @@ class Kubernetes(_Section):
     drain_seconds: int = Field(600, ge=30, description="Seconds an engine may take to finish and hand out held KV.")
     router_replicas: int = Field(2, ge=1, le=64, description="Routers; a client's address stays with one of them.")
     monitoring_namespace: str = Field("monitoring", pattern=_OBJECT_NAME, description="Where Prometheus runs.")
+
+
+class Compose(_Section):
+    """What ``kvops render compose`` cannot know."""
+
+    image: str | None = Field(None, min_length=1, description="Image of the engines; required for render.")
+    kvops_image: str | None = Field(
+        None, min_length=1, description="Image with kvops, which is copied beside the engines; theirs if unset."
+    )
+    model_folder: Path | None = Field(None, description="Folder of the host that engines see as /models, read-only.")
+    token_file: Path | None = Field(None, description="File of the host with Hugging Face's token.")
+    shared_memory: str = Field("16gb", pattern=r"^[1-9][0-9]*(mb|gb)$", description="Shared memory of all engines.")
 
 
 class Slurm(_Section):
@@ -202,6 +217,7 @@ class Topology(_Section):
     observability: Observability = Observability()
     kubernetes: Kubernetes = Kubernetes()
     slurm: Slurm = Slurm()
+    compose: Compose = Compose()
 
     def groups(self) -> Iterator[tuple[str, Group]]:
         """Yield ``("prefill", group)`` and ``("decode", group)``."""

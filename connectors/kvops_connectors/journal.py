@@ -73,7 +73,7 @@ class Tokens(msgspec.Struct):
 
     Attributes:
         prompt: tokens of the prompt.
-        local_hit: tokens found in this engine's prefix cache.
+        local_hit: tokens found in this engine's prefix cache, or by another connector of a MultiConnector.
         remote: tokens loaded from the peer and used.
         recomputed: tokens computed here, by reason (see ``catalogue.RECOMPUTE_REASONS``).
         offered: tokens that the peer's handle offered, before any cut.

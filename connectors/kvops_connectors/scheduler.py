@@ -145,8 +145,9 @@ class SchedulerInstrument:
         followed.prompt = request.num_prompt_tokens
         computed = request.num_computed_tokens
         if not followed.loading:
-            found = getattr(request.prefill_stats, "num_local_cached_tokens", None)
-            followed.local = followed.last_local if found is None else found
+            found = getattr(request.prefill_stats, "num_local_cached_tokens", followed.last_local)
+            # What this connector does not load comes from another one in a MultiConnector.
+            followed.local = found + getattr(request.prefill_stats, "num_external_cached_tokens", 0)
         elif followed.failed:
             # 0 computed tokens mean that vLLM has looked into the prefix cache again.
             followed.local = computed or followed.last_local
@@ -276,9 +277,10 @@ class SchedulerInstrument:
 
     def _push_retried(self, event: events.PushRetried) -> None:
         hold = self._holds.get(event.request_id)
-        if hold is not None:
+        # Once for all ranks.
+        if hold is not None and hold.failed:
             hold.failed = None
-        self.samples.count("kvops_mends_total", 1, "push_retry")
+            self.samples.count("kvops_mends_total", 1, "push_retry")
 
     def _registration_sent(self, event: events.RegistrationSent) -> None:
         followed = self._open.get(event.request_id)

@@ -510,11 +510,12 @@ STOCK_ALERTS = (
     ),
     Alert(
         "KvopsStockLeaseExpired",
-        "sum by (instance, model_name) " + either("rate(vllm:nixl_num_kv_expired_reqs_total[10m])"),
+        # Decode's TTLs that run out are counted here too; they are users who did not come back, and normal.
+        "sum by (instance, model_name) " + either('rate(vllm:nixl_num_kv_expired_reqs_total{role!="decode"}[10m])'),
         "> $per_second",
-        "more than $per_second expiries a second, each rank by itself (stock vLLM)",
+        "more than $per_second expiries a second on prefill, each rank by itself (stock vLLM)",
         f"KV expires unread on {ENGINE}",
-        f"{VALUE} expiries a second. Each rank counts; in bidirectional mode turns that never come count too.",
+        f"{VALUE} expiries a second. Each rank counts.",
         "kvops-stock-vllm",
     ),
     Alert(
@@ -533,12 +534,13 @@ STOCK_ALERTS = (
         "KvopsStockFetchStuck",
         "sum by (instance, model_name) " + either('vllm:num_requests_kv_fetch_by_stage{stage="in_progress"}'),
         "> $requests",
-        "more than $requests requests fetch KV and no transfer ended for 5 minutes (stock vLLM)",
+        "more than $requests requests fetch KV and none got its first token for 5 minutes (stock vLLM)",
         f"Requests on {ENGINE} are stuck fetching KV",
-        f"{VALUE} requests fetch KV and no transfer has ended.",
+        f"{VALUE} requests fetch KV and no request got its first token.",
         "kvops-stock-vllm",
         guard="unless on (instance, model_name) sum by (instance, model_name) "
-        + either("rate(vllm:nixl_xfer_time_seconds_count[5m])")
+        # Not the transfers: in push mode only prefill counts them.
+        + either("rate(vllm:time_to_first_token_seconds_count[5m])")
         + " > 0",
     ),
 )
@@ -606,7 +608,9 @@ RECORDINGS: dict[str, str] = {
         "kvops_held_blocks / on (instance, model_name, engine) group_left () kvops_kv_blocks"
     ),
     "peer_direction:kvops_peer_errors:ratio_rate10m": (
-        'sum by (model_name, peer, direction) (rate(kvops_peer_transfers_total{outcome="failed"}[10m])) '
+        '(sum by (model_name, peer, direction) (rate(kvops_peer_transfers_total{outcome="failed"}[10m])) '
+        # A peer that never failed has no such series.
+        "or 0 * sum by (model_name, peer, direction) (rate(kvops_peer_transfers_total[10m]))) "
         "/ sum by (model_name, peer, direction) (rate(kvops_peer_transfers_total[10m]))"
     ),
     "peer_direction:kvops_peer_seconds_per_byte:rate10m": (

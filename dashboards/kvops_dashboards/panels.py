@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DATASOURCE = common_models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS = 24
+# Where an axis ends at least: Grafana draws one of nothing but zeros up to 100, or to 10000 %.
+_QUIET_AXIS = {"percentunit": 0.05, "ops": 0.1, "reqps": 0.1, "short": 1.0}
 GREEN, YELLOW, RED = "green", "#EAB839", "red"
 
 
@@ -320,6 +322,8 @@ def _series(panel: Panel) -> timeseries.Panel:
     )
     if panel.largest is not None:
         result.max(panel.largest)
+    elif panel.unit in _QUIET_AXIS:
+        result.axis_soft_max(_QUIET_AXIS[panel.unit])
     if panel.shape == "stacked":
         result.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
     return result

@@ -71,9 +71,9 @@ def increase(name: str, *by: str, window: str = "$__range", suffix: str = "", **
     return f"{_sum(name, by)}(increase({select(name, suffix, **where)}[{window}]))"
 
 
-def total(name: str, *by: str, **where: str) -> str:
-    """Return a gauge, summed ``by`` labels."""
-    return f"{_sum(name, by)}({select(name, **where)})"
+def total(name: str, *by: str, suffix: str = "", **where: str) -> str:
+    """Return a gauge, or what a histogram has counted since its engine started, summed ``by`` labels."""
+    return f"{_sum(name, by)}({select(name, suffix, **where)})"
 
 
 def highest(name: str, *by: str, **where: str) -> str:

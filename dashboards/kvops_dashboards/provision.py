@@ -22,6 +22,7 @@ _SIDECAR_LABEL = {"grafana_dashboard": "1"}
 # Label by which kube-prometheus-stack's Prometheus chooses rules and monitors, with the chart's default release name.
 _RELEASE_LABEL = {"release": "kube-prometheus-stack"}
 _NAMESPACE = "monitoring"
+PROMETHEUS_IMAGE, GRAFANA_IMAGE = "prom/prometheus:v3.5.0", "grafana/grafana:12.2.0"
 # Labels of the pods that `kvops render kubernetes` writes.
 _FLEET, _ROLE = {"app.kubernetes.io/part-of": "kvops"}, "app.kubernetes.io/component"
 
@@ -48,8 +49,8 @@ def write_provisioning(
         runbook_url: where the folder ``runbooks`` is published, for links from panels and alerts.
     """
     boards, rules = stored.dashboards(runbook_url), stored.rule_files(runbook_url)
-    files = dict(_grafana_files(folder, boards, prometheus_url, interval_seconds))
-    files |= dict(_prometheus_files(engines, routers, interval_seconds, rules)) | dict(_kubernetes_files(boards, rules))
+    files = dict(grafana_files(folder.absolute(), boards, prometheus_url, interval_seconds))
+    files |= dict(prometheus_files(engines, routers, interval_seconds, rules)) | dict(kubernetes_files(boards, rules))
     files["compose.yaml"] = _yaml(_compose())
     for name, text in files.items():
         file = folder / name
@@ -58,11 +59,12 @@ def write_provisioning(
     return [folder / name for name in files]
 
 
-def _grafana_files(
+def grafana_files(
     folder: Path, boards: Boards, prometheus_url: str, interval_seconds: int
 ) -> Iterator[tuple[str, str]]:
+    """Yield name and text of what Grafana reads, where it finds the files below ``folder``, an absolute path."""
     yield "grafana/provisioning/datasources/kvops.yaml", _yaml(_datasource(prometheus_url, interval_seconds))
-    yield "grafana/provisioning/dashboards/kvops.yaml", _yaml(_provider(folder.absolute() / "grafana/dashboards"))
+    yield "grafana/provisioning/dashboards/kvops.yaml", _yaml(_provider(folder / "grafana/dashboards"))
     for uid, board in boards.items():
         yield f"grafana/dashboards/{uid}.json", _json(board)
 
@@ -104,9 +106,10 @@ def _provider(dashboards: Path) -> dict[str, Any]:
     return {"apiVersion": 1, "providers": [provider]}
 
 
-def _prometheus_files(
+def prometheus_files(
     engines: list[Target], routers: list[Target], interval_seconds: int, rules: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
+    """Yield name and text of what Prometheus reads."""
     config = prometheus_config(engines, routers, interval_seconds=interval_seconds, rule_files=[_RULES_GLOB])
     yield "prometheus/prometheus.yml", _yaml(config)
     for name, text in rules.items():
@@ -118,7 +121,7 @@ def _compose() -> dict[str, Any]:
     return {
         "services": {
             "prometheus": {
-                "image": "prom/prometheus:v3.5.0",
+                "image": PROMETHEUS_IMAGE,
                 "network_mode": "host",
                 "command": [
                     "--config.file=/etc/prometheus/prometheus.yml",
@@ -128,7 +131,7 @@ def _compose() -> dict[str, Any]:
                 "volumes": ["./prometheus:/etc/prometheus:ro", "prometheus-data:/prometheus"],
             },
             "grafana": {
-                "image": "grafana/grafana:12.2.0",
+                "image": GRAFANA_IMAGE,
                 "network_mode": "host",
                 "environment": {"GF_SERVER_HTTP_ADDR": "127.0.0.1"},
                 "volumes": [
@@ -143,17 +146,19 @@ def _compose() -> dict[str, Any]:
     }
 
 
-def _kubernetes_files(boards: Boards, rules: dict[str, str]) -> Iterator[tuple[str, str]]:
+def kubernetes_files(boards: Boards, rules: dict[str, str], namespace: str = _NAMESPACE) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the objects for kube-prometheus in ``namespace``."""
     for uid, board in boards.items():
-        config_map = _object("v1", "ConfigMap", uid, _SIDECAR_LABEL) | {"data": {f"{uid}.json": _json(board)}}
-        yield f"kubernetes/dashboard-{uid}.yaml", _yaml(config_map)
+        config_map = _object("v1", "ConfigMap", uid, namespace, _SIDECAR_LABEL)
+        yield f"kubernetes/dashboard-{uid}.yaml", _yaml(config_map | {"data": {f"{uid}.json": _json(board)}})
     groups = [group for text in rules.values() for group in yaml.safe_load(text)["groups"]]
-    rule = _object("monitoring.coreos.com/v1", "PrometheusRule", "kvops", _RELEASE_LABEL) | {"spec": {"groups": groups}}
-    yield "kubernetes/rules.yaml", _yaml(rule)
-    yield "kubernetes/podmonitors.yaml", "---\n".join(_yaml(monitor) for monitor in (_engines(), _routers()))
+    rule = _object("monitoring.coreos.com/v1", "PrometheusRule", "kvops", namespace, _RELEASE_LABEL)
+    yield "kubernetes/rules.yaml", _yaml(rule | {"spec": {"groups": groups}})
+    monitors = (_engines(namespace), _routers(namespace))
+    yield "kubernetes/podmonitors.yaml", "---\n".join(_yaml(monitor) for monitor in monitors)
 
 
-def _engines() -> dict[str, Any]:
+def _engines(namespace: str) -> dict[str, Any]:
     endpoint = {
         "port": "http",
         "path": ENGINE_METRICS_PATH,
@@ -170,21 +175,21 @@ def _engines() -> dict[str, Any]:
             }
         ],
     }
-    return _pod_monitor("kvops-engines", ["prefill", "decode"], endpoint)
+    return _pod_monitor("kvops-engines", namespace, ["prefill", "decode"], endpoint)
 
 
-def _routers() -> dict[str, Any]:
-    return _pod_monitor("kvops-router", ["router"], {"port": "http", "path": ROUTER_METRICS_PATH})
+def _routers(namespace: str) -> dict[str, Any]:
+    return _pod_monitor("kvops-router", namespace, ["router"], {"port": "http", "path": ROUTER_METRICS_PATH})
 
 
-def _pod_monitor(name: str, roles: list[str], endpoint: dict[str, Any]) -> dict[str, Any]:
+def _pod_monitor(name: str, namespace: str, roles: list[str], endpoint: dict[str, Any]) -> dict[str, Any]:
     chosen = {"matchLabels": _FLEET, "matchExpressions": [{"key": _ROLE, "operator": "In", "values": roles}]}
     spec = {"namespaceSelector": {"any": True}, "selector": chosen, "podMetricsEndpoints": [endpoint]}
-    return _object("monitoring.coreos.com/v1", "PodMonitor", name, _RELEASE_LABEL) | {"spec": spec}
+    return _object("monitoring.coreos.com/v1", "PodMonitor", name, namespace, _RELEASE_LABEL) | {"spec": spec}
 
 
-def _object(api: str, kind: str, name: str, labels: dict[str, str]) -> dict[str, Any]:
-    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "namespace": _NAMESPACE, "labels": labels}}
+def _object(api: str, kind: str, name: str, namespace: str, labels: dict[str, str]) -> dict[str, Any]:
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "namespace": namespace, "labels": labels}}
 
 
 def _yaml(value: object) -> str:

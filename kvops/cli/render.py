@@ -22,6 +22,7 @@ def command() -> None:
     Example:
       kvops render kubernetes -f kvops.yaml -o manifests && kubectl apply -f manifests
       kvops render slurm -f kvops.yaml -o . && sbatch kvops.sbatch
+      kvops render compose -f kvops.yaml -o fleet && docker compose --project-directory fleet up -d
     """
 
 
@@ -40,8 +41,9 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @command.command()
+@click.option("--helm", is_flag=True, help="Write a Helm chart instead; needs -o.")
 @_options
-def kubernetes(*, file: Path, preset: str | None, mode: str | None, output: Path | None) -> None:
+def kubernetes(*, file: Path, preset: str | None, mode: str | None, output: Path | None, helm: bool) -> None:
     """Write Kubernetes manifests: engines, router, services, policies, monitor.
 
     An engine on one node becomes a StatefulSet, one that spans nodes a LeaderWorkerSet. `kubernetes.image` must be set.
@@ -49,10 +51,14 @@ def kubernetes(*, file: Path, preset: str | None, mode: str | None, output: Path
     \b
     Example:
       kvops render kubernetes -f kvops.yaml -o manifests
+      kvops render kubernetes -f kvops.yaml --helm -o chart && helm install kvops ./chart -n kvops --create-namespace
     """
-    from kvops.launch.kubernetes import render  # noqa: PLC0415
+    from kvops.launch import helm as chart  # noqa: PLC0415
+    from kvops.launch import kubernetes as manifests  # noqa: PLC0415
 
-    _write(render(_load(file, preset, mode)), output)
+    if helm and output is None:
+        raise KvopsError("a chart is a folder of files", "name the folder with -o")
+    _write((chart if helm else manifests).render(_load(file, preset, mode)), output)
 
 
 @command.command()
@@ -69,6 +75,22 @@ def slurm(*, file: Path, preset: str | None, mode: str | None, output: Path | No
     _write(render(_load(file, preset, mode)), output)
 
 
+@command.command()
+@_options
+def compose(*, file: Path, preset: str | None, mode: str | None, output: Path | None) -> None:
+    """Write a docker compose project for one GPU host: engines, router, Prometheus and Grafana.
+
+    `compose.image` must be set. Everything listens on loopback unless `router.host` says otherwise.
+
+    \b
+    Example:
+      kvops render compose -f kvops.yaml -o fleet && docker compose --project-directory fleet up -d
+    """
+    from kvops.launch.compose import render  # noqa: PLC0415
+
+    _write(render(_load(file, preset, mode)), output)
+
+
 def _load(file: Path, preset: str | None, mode: str | None) -> Topology:
     return load_topology(file, {"mode": mode} if mode else None, preset)
 
@@ -78,8 +100,8 @@ def _write(files: dict[str, str], folder: Path | None) -> None:
         click.echo("".join(files.values()), nl=False)
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
     except OSError as error:
         raise KvopsError(

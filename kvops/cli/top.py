@@ -61,6 +61,15 @@ def command(*, urls: tuple[str, ...], name: str, interval: float, as_json: bool)
     start.
 
     \b
+    run, wait   requests that run, that wait
+    KV, held    share of the KV cache in use, blocks kept for a peer
+    in/s        prompt tokens a second; by KV: the share whose KV came from a peer
+    out/s       generated tokens a second
+    KV/s        bytes read or written; KV wait: mean wait of a request for its KV
+    oldest      age of the oldest request that waits for KV
+    bad         requests that lost their KV or their answer, since the engine started
+
+    \b
     Example:
       kvops top
       kvops top http://10.0.0.1:8100 http://10.0.0.2:8200 --json
@@ -164,8 +173,9 @@ def table_of(rows: list[Row], silent: list[str]) -> Table:
     from rich.text import Text  # noqa: PLC0415
 
     caption = Text(f"no answer from {', '.join(silent)}", style="bold red") if silent else None
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption=caption, caption_justify="left")
-    table.add_column("engine", no_wrap=True)
+    # 80 columns hold every figure whole; a long name takes a second line before a figure is cut.
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", caption=caption, caption_justify="left")
+    table.add_column("engine", overflow="fold")
     for column in ("run", "wait", "KV", "held", "in/s", "by KV", "out/s", "KV/s", "KV wait", "oldest", "bad"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
@@ -176,12 +186,23 @@ def table_of(rows: list[Row], silent: list[str]) -> Table:
             str(row.waiting),
             f"{row.kv_share:.0%}",
             "-" if row.held_blocks is None else str(row.held_blocks),
-            f"{row.prompt_tokens:.0f}",
+            _short(row.prompt_tokens),
             share,
-            f"{row.generated_tokens:.0f}",
+            _short(row.generated_tokens),
             decimal(round(row.kv_bytes)) if row.kv_bytes else "-",
-            "-" if row.kv_wait_seconds is None else f"{row.kv_wait_seconds * 1000:.0f} ms",
+            "-" if row.kv_wait_seconds is None else _short_time(row.kv_wait_seconds),
             f"{row.oldest_wait_seconds:.0f} s" if row.oldest_wait_seconds else "-",
             Text(str(row.failed), style="bold red" if row.failed else ""),
         )
     return table
+
+
+def _short(figure: float) -> str:
+    """Return a rate in at most five characters."""
+    if figure < 10_000:
+        return f"{figure:.0f}"
+    return f"{figure / 1000:.0f}k" if figure < 1_000_000 else f"{figure / 1_000_000:.1f}M"
+
+
+def _short_time(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -10,6 +10,8 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from kvops_connectors.catalogue import HANDLE_MISSES
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -142,7 +144,9 @@ def _router_events(router: RouterRecord) -> Iterator[Event]:
             yield Event(leg.ended_at, "router", f"{leg.role} leg ended: {leg.outcome}{status}")
     if router.handle:
         begin = min((leg.started_at for leg in router.legs), default=router.ts)
-        yield Event(begin, "router", f"handle of the turn before: {router.handle}")
+        miss = HANDLE_MISSES.get(router.handle)
+        what = f"no handle to read back with: {miss}" if miss else "prefill may read the turn before from decode"
+        yield Event(begin, "router", f"{what} ({router.handle})")
     if router.first_byte_at is not None:
         yield Event(router.first_byte_at, "router", "first byte to the client")
     if router.ended_at is not None:
@@ -159,7 +163,7 @@ def _record_events(record: Record) -> Iterator[Event]:
     if times.loaded:
         yield Event(times.loaded, who, f"KV is there: {tokens.remote} tokens")
     if record.transfer and record.transfer.transfers:
-        yield Event(times.loaded or record.ts, who, transfer_text(record.transfer))
+        yield Event(times.loaded or record.ts, who, "read " + transfer_text(record.transfer))
     end = times.finished or record.ts
     if tokens.recomputed:
         reasons = ", ".join(f"{count} {reason}" for reason, count in tokens.recomputed.items())

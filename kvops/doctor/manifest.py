@@ -34,6 +34,7 @@ NEURON_LS_TABLE = ("neuron-ls",)
 KUBECTL_NODES = ("kubectl", "get", "nodes", "-o", "json")
 KUBECTL_PODS = ("kubectl", "get", "pods", "-A", "-o", "json")
 KUBECTL_DAEMONSETS = ("kubectl", "get", "daemonsets", "-A", "-o", "json")
+KUBECTL_WARNINGS = ("kubectl", "get", "events", "-A", "--field-selector=type=Warning", "-o", "json")
 KUBECTL_DEVICE_CLASSES = ("kubectl", "get", "deviceclasses", "-o", "json")
 
 SOCKET_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES", "VLLM_HOST_IFNAME")
@@ -70,6 +71,7 @@ COMMANDS = (
     KUBECTL_NODES,
     KUBECTL_PODS,
     KUBECTL_DAEMONSETS,
+    KUBECTL_WARNINGS,
     KUBECTL_DEVICE_CLASSES,
 )
 

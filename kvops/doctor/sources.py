@@ -35,6 +35,7 @@ DOCUMENTS = {
     "EKS-DRA": "https://docs.aws.amazon.com/eks/latest/userguide/device-management-efa.html",
     "EKS-HP": "https://docs.aws.amazon.com/eks/latest/userguide/ml-hugepages.html",
     "FIEFA": "https://ofiwg.github.io/libfabric/main/man/fi_efa.7.html",
+    "K8S-DEBUG": "https://kubernetes.io/docs/tasks/debug/debug-application/debug-pods/",
     "K8S-HP": "https://kubernetes.io/docs/tasks/manage-hugepages/scheduling-hugepages",
     "LF-ENV": f"{_LIBFABRIC}/blob/main/prov/efa/src/efa_env.c",
     "LF-HELP": f"{_LIBFABRIC}/tree/main/prov/efa",

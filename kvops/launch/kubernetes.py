@@ -7,7 +7,6 @@ Sources: the LeaderWorkerSet API and vLLM's guide to it (https://docs.vllm.ai/en
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -15,20 +14,18 @@ import yaml
 from kvops import tiny_model
 from kvops.doctor.instances import instances
 from kvops.errors import KvopsError
-from kvops.launch.plan import engine_arguments
-from kvops.launch.shell import command, quote, wrapped
+from kvops.launch.engine_script import ENGINE_PORT, ROUTER_PORT, SIDE_CHANNEL_PORT, start_script
 from kvops.topology import Group, Platform, instance_type
-from kvops_dashboards import scraping
+from kvops_dashboards import provision, stored
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
+    from collections.abc import Iterator
 
     from kvops.doctor.instances import Instance
     from kvops.topology import Topology
 
     Manifest = dict[str, Any]
 
-ROUTER_PORT, ENGINE_PORT, SIDE_CHANNEL_PORT, MASTER_PORT = 8000, 8100, 5600, 29501
 ENGINE_USER = 1000
 _FLEET, _ROLE = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
 _HOST, _ZONE, _TYPE = "kubernetes.io/hostname", "topology.kubernetes.io/zone", "node.kubernetes.io/instance-type"
@@ -49,11 +46,8 @@ def render(topology: Topology) -> dict[str, str]:
         "10-decode.yaml": _engines(topology, "decode"),
         "20-router.yaml": _router(topology),
         "30-network.yaml": [_engine_policy(topology), _router_policy(topology)],
-        "40-monitoring.yaml": _monitors(topology),
-        "41-rules.yaml": _rules(topology),
-        "42-dashboards.yaml": _dashboards(topology),
     }
-    return {name: _text(manifests) for name, manifests in files.items()}
+    return {name: _text(manifests) for name, manifests in files.items()} | dict(_monitoring(topology))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -138,7 +132,7 @@ def _engines(topology: Topology, role: str) -> list[Manifest]:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _meta(topology, f"{role}-start", role),
-        "data": {"start.sh": _start_script(topology, role)},
+        "data": {"start.sh": start_script(topology, role)},
     }
     selector = _labels(role) | (_LEADER if group.nodes > 1 else {})
     service = {
@@ -189,30 +183,6 @@ def _leader_worker_set(topology: Topology, role: str) -> Manifest:
     }
 
 
-def _start_script(topology: Topology, role: str) -> str:
-    """Return the script that starts one engine; ``$ENGINE_ID`` differs after every restart."""
-    group = dict(topology.groups())[role]
-    folder = resources.files("kvops.launch").joinpath("scripts")
-    arguments = engine_arguments(
-        topology, role, host="0.0.0.0", port=ENGINE_PORT, name="$POD_NAME", engine_id="$ENGINE_ID",  # noqa: S104
-        journal="/journal",
-    )  # fmt: skip
-    model = "/cache/kvops-tiny" if topology.model == tiny_model.MODEL_NAME else topology.model
-    if group.nodes == 1:
-        start = ["python3", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        head = folder.joinpath("engine.sh").read_text()
-        if topology.model == tiny_model.MODEL_NAME:
-            write = (
-                f'from pathlib import Path; from kvops.tiny_model import ensure_model; ensure_model(Path("{model}"))'
-            )
-            head += f"python3 -c {quote(write)}\n"
-        return head + "exec " + wrapped(command([*start, *arguments])) + "\n"
-    start = ["python3", "-m", "vllm.entrypoints.cli.main", "serve", model, "--nnodes", str(group.nodes)]
-    start += ["--node-rank", "$LWS_WORKER_INDEX", "--master-addr", "$LWS_LEADER_ADDRESS"]
-    start += ["--master-port", str(MASTER_PORT), "--distributed-executor-backend", "mp"]
-    return folder.joinpath("engine_group.sh").read_text() + wrapped(command([*start, *arguments], last='"$@"')) + "\n"
-
-
 def _engine_pod(topology: Topology, role: str, *, serves: bool) -> Manifest:
     """Return the spec of an engine's pod; only the first of a group ``serves`` HTTP."""
     settings, node = topology.kubernetes, _node(topology)
@@ -224,10 +194,10 @@ def _engine_pod(topology: Topology, role: str, *, serves: bool) -> Manifest:
         "volumeMounts": _engine_mounts(topology),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    check = {"name": "doctor", "command": ["kvops", "doctor", "--only", "quick"], **shared}
+    check = {"name": "doctor", "command": ["python3", "-m", "kvops.cli.main", "doctor", "--only", "quick"], **shared}
     engine = {"name": "vllm", "command": ["/bin/sh", "/start/start.sh"], **shared}
     if serves:
-        engine |= _serving(topology)
+        engine |= _serving(topology, dict(topology.groups())[role].data_parallel)
     else:
         engine |= {"args": ["--headless"]}
         # A rank without HTTP has nothing to ask but whether its process is there.
@@ -243,16 +213,32 @@ def _engine_pod(topology: Topology, role: str, *, serves: bool) -> Manifest:
         pod["nodeSelector"] = {_TYPE: node.name}
         resource = "nvidia.com/gpu" if node.gpus else "aws.amazon.com/neuron"
         pod["tolerations"] = [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
-    return pod | {"initContainers": [check], "containers": [engine], "volumes": _engine_volumes(topology, role)}
+    before = [_delivery(topology), check] if settings.kvops_image else [check]
+    return pod | {"initContainers": before, "containers": [engine], "volumes": _engine_volumes(topology, role)}
 
 
-def _serving(topology: Topology) -> Manifest:
+def _delivery(topology: Topology) -> Manifest:
+    """Return the container that brings kvops to engines whose image has vLLM and NIXL alone."""
+    resources = {"cpu": "1", "memory": "256Mi"}
+    return {
+        "name": "kvops",
+        "image": topology.kubernetes.kvops_image,
+        "command": ["python3", "-m", "kvops.launch.deliver", "/kvops"],
+        "resources": {"requests": resources, "limits": resources},
+        "securityContext": _container_security(rdma=False) | {"readOnlyRootFilesystem": True},
+        "volumeMounts": [{"name": "kvops", "mountPath": "/kvops"}],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _serving(topology: Topology, ranks: int) -> Manifest:
     settings = topology.kubernetes
     drain = ["python3", "-m", "kvops.launch.drain", f"http://127.0.0.1:{ENGINE_PORT}", str(settings.drain_seconds)]
     return {
         "ports": [
             {"name": "http", "containerPort": ENGINE_PORT},
-            {"name": "side-channel", "containerPort": SIDE_CHANNEL_PORT},
+            # vLLM's rank N listens on the base port plus N.
+            *({"name": f"side-channel-{rank}", "containerPort": SIDE_CHANNEL_PORT + rank} for rank in range(ranks)),
         ],
         "startupProbe": _PROBE | {"failureThreshold": settings.startup_minutes * 6},
         "readinessProbe": _PROBE | {"failureThreshold": 3},
@@ -272,6 +258,8 @@ def _engine_env(topology: Topology, role: str) -> list[Manifest]:
         "VLLM_CACHE_ROOT": "/cache/vllm",
         "HF_HOME": "/cache/huggingface",
     }
+    if topology.kubernetes.kvops_image:
+        values["PYTHONPATH"] = "/kvops"
     if topology.kubernetes.token_secret:
         values["HF_TOKEN_PATH"] = "/secrets/huggingface/token"  # noqa: S105
     if topology.platform is Platform.NEURON:
@@ -331,6 +319,8 @@ def _engine_mounts(topology: Topology) -> list[Manifest]:
         {"name": "cache", "mountPath": "/cache"},
         {"name": "journal", "mountPath": "/journal"},
     ]
+    if settings.kvops_image:
+        mounts.append({"name": "kvops", "mountPath": "/kvops", "readOnly": True})
     if settings.model_claim:
         mounts.append({"name": "models", "mountPath": "/models", "readOnly": True})
     if settings.token_secret:
@@ -347,6 +337,8 @@ def _engine_volumes(topology: Topology, role: str) -> list[Manifest]:
         {"name": "cache", **cache},
         {"name": "journal", "emptyDir": {"sizeLimit": "4Gi"}},
     ]
+    if settings.kvops_image:
+        volumes.append({"name": "kvops", "emptyDir": {"sizeLimit": "256Mi"}})
     if settings.model_claim:
         claim = {"claimName": settings.model_claim, "readOnly": True}
         volumes.append({"name": "models", "persistentVolumeClaim": claim})
@@ -399,7 +391,7 @@ def _router_pod(topology: Topology) -> Manifest:
         volumes.append({"name": "keys", "secret": {"secretName": settings.api_key_secret, "defaultMode": 0o440}})
     router = {
         "name": "router",
-        "image": settings.image,
+        "image": settings.kvops_image or settings.image,
         "command": _router_command(topology),
         "ports": [{"name": "http", "containerPort": ROUTER_PORT}],
         "resources": {"requests": resources, "limits": resources},
@@ -463,60 +455,8 @@ def _router_policy(topology: Topology) -> Manifest:
     )
 
 
-def _monitors(topology: Topology) -> list[Manifest]:
-    colon_back = {_camel(key): value for key, value in scraping.COLON_BACK.items()}
-    engines = {"path": scraping.ENGINE_METRICS_PATH, "metricRelabelings": [colon_back]}
-    role = {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_component"], "targetLabel": "role"}
-    return [
-        _pod_monitor(topology, scraping.ENGINE_JOB, ["prefill", "decode"], engines, [role]),
-        _pod_monitor(topology, scraping.ROUTER_JOB, ["router"], {"path": scraping.ROUTER_METRICS_PATH}, []),
-    ]
-
-
-def _pod_monitor(
-    topology: Topology, job: str, roles: list[str], endpoint: Manifest, relabelings: list[Manifest]
-) -> Manifest:
-    job_label = {"targetLabel": "job", "replacement": job}
-    endpoint = {"port": "http", "interval": "15s", **endpoint, "relabelings": [job_label, *relabelings]}
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PodMonitor",
-        "metadata": _meta(topology, job, "monitoring"),
-        "spec": {"selector": {"matchExpressions": [_one_of(*roles)]}, "podMetricsEndpoints": [endpoint]},
-    }
-
-
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(word.title() for word in rest)
-
-
-def _rules(topology: Topology) -> list[Manifest]:
-    """Return the alerts and recording rules as the operator takes them, one object a file."""
-    return [
-        {
-            "apiVersion": "monitoring.coreos.com/v1",
-            "kind": "PrometheusRule",
-            "metadata": _meta(topology, path.name.removesuffix(".yaml"), "monitoring"),
-            "spec": yaml.safe_load(path.read_text()),
-        }
-        for path in _shipped("rules", ".yaml")
-    ]
-
-
-def _dashboards(topology: Topology) -> list[Manifest]:
-    """Return the dashboards as ConfigMaps with the label that Grafana's sidecar looks for."""
-    maps = []
-    for path in _shipped("json", ".json"):
-        metadata = _meta(topology, path.name.removesuffix(".json"), "monitoring")
-        metadata["labels"] |= {"grafana_dashboard": "1"}
-        data = {path.name: path.read_text()}
-        maps.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
-    return maps
-
-
-def _shipped(folder: str, ending: str) -> list[Traversable]:
-    # Beside what is named kvops- lies what is not for Prometheus or Grafana.
-    files = resources.files("kvops_dashboards").joinpath(folder).iterdir()
-    found = (path for path in files if path.name.startswith("kvops-") and path.name.endswith(ending))
-    return sorted(found, key=lambda path: path.name)
+def _monitoring(topology: Topology) -> Iterator[tuple[str, str]]:
+    boards, rules = stored.dashboards(), stored.rule_files()
+    for name, text in provision.kubernetes_files(boards, rules, topology.kubernetes.monitoring_namespace):
+        # Flat, for kubectl apply -f FOLDER does not look into folders below.
+        yield f"40-{name.rpartition('/')[2]}", f"---\n{text}"

@@ -6,11 +6,11 @@ signals to its step.
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from kvops import tiny_model
 from kvops.errors import KvopsError
+from kvops.launch.engine_script import ENGINE_PORT, MASTER_PORT, ROUTER_PORT, SIDE_CHANNEL_PORT, part
 from kvops.launch.plan import engine_arguments
 from kvops.launch.shell import command, quote, wrapped
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvops.topology import Topology
-
-ENGINE_PORT, SIDE_CHANNEL_PORT, MASTER_PORT, ROUTER_PORT = 8100, 5600, 29501, 8000
 
 
 def render(topology: Topology) -> dict[str, str]:
@@ -32,7 +30,7 @@ def render(topology: Topology) -> dict[str, str]:
         raise KvopsError(
             f"model {topology.model} is no folder that all nodes see", "write it to a shared folder and name that"
         )
-    body = resources.files("kvops.launch").joinpath("scripts", "fleet.sh").read_text()
+    body = part("fleet.sh")
     parts = {
         "#HEADER": "\n".join(_header(topology)),
         "#SETTINGS": f"PYTHON={quote(topology.slurm.python)}\nRUN={quote(topology.slurm.run_folder)}/$SLURM_JOB_ID",

@@ -160,7 +160,8 @@ class Front:
         router = self._router
         started = time.perf_counter()
         exchange = Exchange(request, bodies.parse(request.content), router.settings.mode)
-        await router.shared.admit(exchange.credential or request.remote)
+        if router.settings.limits.requests_per_second:
+            await router.shared.admit(exchange.credential or request.remote)
         record = exchange.record
         try:
             response = await serving.serve(exchange, router.serving, router.engines)
@@ -196,7 +197,10 @@ class Front:
 
     async def _readyz(self, _: Request) -> Response:
         router = self._router
-        able = {pool.role: sum(e.takes_requests() for e in pool.endpoints) for pool in (router.prefill, router.decode)}
+        able = {
+            pool.role: sum(endpoint.has_answered and endpoint.takes_requests() for endpoint in pool.endpoints)
+            for pool in (router.prefill, router.decode)
+        }
         content = msgspec.json.encode({"mode": router.settings.mode, "engines": able})
         return json_response(200 if all(able.values()) else 503, content)
 

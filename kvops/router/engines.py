@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import aiohttp
 
 from kvops.router import sse
 from kvops.router.errors import EngineFailure, Refusal
-from kvops.router.http_client import BrokenOffError, ConnectError, HttpClient
+from kvops.router.http_client import BrokenOffError, ConnectError, HttpClient, LateError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from kvops.router.exchange import Attempt
     from kvops.router.http_client import Body, Response
-    from kvops.router.journal import LegRecord
     from kvops.router.metrics import RouterMetrics
     from kvops.router.pool import Endpoint, Pool
     from kvops.router.settings import Settings
@@ -29,26 +25,107 @@ log = logging.getLogger(__name__)
 EVENT_STREAM = "text/event-stream"
 
 
-class Answer:
-    """D's answer, its status and first event already looked at.
+class Leg:
+    """One request to an engine, as a context: from its sending until its answer is done with.
+
+    It ends with an EngineFailure or a Refusal, whatever has gone wrong with the engine.
 
     Attributes:
-        response: with the rest of the body unread.
-        head: what has been read of the body.
-        broken: set by its reader when it breaks off in the middle.
+        response: status and headers are there, the rest of the body is unread.
+        head: what has been read of the body: the first event of a stream, where that was asked for.
+        broken: set by the reader when a stream breaks off after some of it has gone to the client.
     """
 
-    broken = False
+    response: Response
 
-    def __init__(self, response: Response, head: bytes) -> None:
-        """Keep both."""
-        self.response = response
-        self.head = head
+    def __init__(
+        self,
+        engines: Engines,
+        attempt: Attempt,
+        endpoint: Endpoint,
+        content: Body,
+        timeout_seconds: float,
+        *,
+        path: str | None = None,
+        headers: dict[str, str] | None = None,
+        looks_at_first_event: bool = False,
+    ) -> None:
+        """Send nothing yet; see ``Engines.ask`` and ``Engines.open``."""
+        self.head = b""
+        self.broken = False
+        self._engines, self._attempt, self._endpoint = engines, attempt, endpoint
+        self._content, self._timeout_seconds, self._path, self._headers = content, timeout_seconds, path, headers
+        self._looks_at_first_event = looks_at_first_event
 
     @property
     def streams(self) -> bool:
-        """Return whether it is an event stream."""
+        """Return whether the answer is an event stream."""
         return self.response.content_type == EVENT_STREAM
+
+    async def __aenter__(self) -> Leg:
+        self._pool = self._engines.pool_of(self._endpoint)
+        self._pool.begin(self._endpoint)
+        self._started = time.perf_counter()
+        self._record = self._attempt.leg(self._endpoint)
+        try:
+            await self._send()
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._end(error)
+
+    async def _send(self) -> None:
+        endpoint, attempt = self._endpoint, self._attempt
+        headers = attempt.headers(endpoint)
+        if self._headers:
+            headers |= self._headers
+        path = self._path or attempt.exchange.path
+        self.response = response = await self._engines.http.post(
+            endpoint.url, path, headers, self._content, self._timeout_seconds
+        )
+        self._record.first_byte_at, self._record.status = time.time(), response.status
+        if response.status != 200:
+            raise await _rejection(endpoint, response)
+        if self._looks_at_first_event and self.streams:
+            self.head = await _first_event(endpoint, response)
+            # From here on the time between chunks counts, see relay.py.
+            response.lift_deadline()
+
+    def _end(self, error: BaseException | None) -> None:
+        if hasattr(self, "response"):
+            # Before the end of the body this closes the connection, which makes vLLM abort the request.
+            self.response.close()
+        record, metrics = self._record, self._engines.metrics
+        failure = self._judge(error)
+        record.ended_at = time.time()
+        self._pool.end(self._endpoint)
+        metrics.observe("kvops_router_leg_seconds", time.perf_counter() - self._started, record.role, record.engine)
+        metrics.count("kvops_router_legs_total", record.role, record.engine, record.outcome)
+        if failure is not None:
+            raise failure from None
+
+    def _judge(self, error: BaseException | None) -> EngineFailure | None:
+        """Note how the leg has ended; return the failure that ``error`` stands for where it is none itself."""
+        endpoint, record = self._endpoint, self._record
+        if error is None:
+            (endpoint.failed if self.broken else endpoint.succeeded)()
+            record.outcome = "broken" if self.broken else "ok"
+        elif isinstance(error, Refusal):
+            endpoint.succeeded()
+            record.outcome = "refused"
+        elif isinstance(error, EngineFailure):
+            record.outcome = error.reason
+        elif isinstance(error, LateError):
+            record.outcome = "timeout"
+            return EngineFailure(endpoint, "timeout", f"no answer within {self._timeout_seconds:g} s", 504)
+        elif isinstance(error, ConnectError | BrokenOffError):
+            endpoint.failed()
+            record.outcome = "connect" if isinstance(error, ConnectError) else "broken"
+            return EngineFailure(endpoint, record.outcome, str(error))
+        return None
 
 
 class Engines:
@@ -78,8 +155,24 @@ class Engines:
             EngineFailure: the engine did not answer, or answered with a server error.
             Refusal: the engine finds fault with the client's request.
         """
-        async with self._leg(attempt, endpoint, content, timeout_seconds, path=path) as (response, _, _):
-            return await response.read()
+        async with Leg(self, attempt, endpoint, content, timeout_seconds, path=path) as leg:
+            return await leg.response.read()
+
+    def open(
+        self, attempt: Attempt, endpoint: Endpoint, content: Body, *, headers: dict[str, str] | None = None
+    ) -> Leg:
+        """Return D's leg, as a context that is entered once its answer has begun well.
+
+        A stream has promised 200 before anything is known; vLLM tells failures in its first event. So that event is
+        read before anything is promised to the client.
+
+        Raises:
+            EngineFailure: as in ``ask``, or the first event is an error.
+            Refusal: as in ``ask``.
+        """
+        deadlines = self.settings.deadlines
+        seconds = deadlines.first_token if attempt.exchange.streams else deadlines.answer
+        return Leg(self, attempt, endpoint, content, seconds, headers=headers, looks_at_first_event=True)
 
     async def get(self, attempt: Attempt, endpoint: Endpoint, path: str, timeout_seconds: float) -> bytes:
         """Return the body at ``path`` of an engine, outside of any leg.
@@ -101,96 +194,19 @@ class Engines:
             raise EngineFailure(endpoint, "http_error", f"answered {path} with {response.status}")
         return content
 
-    @asynccontextmanager
-    async def open(
-        self, attempt: Attempt, endpoint: Endpoint, content: Body, *, headers: dict[str, str] | None = None
-    ) -> AsyncIterator[Answer]:
-        """Send D's request and yield its answer once that has begun well.
 
-        A stream has promised 200 before anything is known; vLLM tells failures in its first event. So that event is
-        read before anything is promised to the client.
-
-        Raises:
-            EngineFailure: as in ``ask``, or the first event is an error.
-            Refusal: as in ``ask``.
-        """
-        deadlines = self.settings.deadlines
-        seconds = deadlines.first_token if attempt.exchange.streams else deadlines.answer
-        async with self._leg(attempt, endpoint, content, seconds, headers=headers) as (response, deadline, leg):
-            head = await self._first_event(endpoint, response) if response.content_type == EVENT_STREAM else b""
-            if head:
-                # From here on the time between chunks counts, see relay.py.
-                deadline.reschedule(None)
-            answer = Answer(response, head)
-            yield answer
-            if answer.broken:
-                leg.outcome = "broken"
-
-    @asynccontextmanager
-    async def _leg(
-        self,
-        attempt: Attempt,
-        endpoint: Endpoint,
-        content: Body,
-        timeout_seconds: float,
-        *,
-        headers: dict[str, str] | None = None,
-        path: str | None = None,
-    ) -> AsyncIterator[tuple[Response, asyncio.Timeout, LegRecord]]:
-        leg = attempt.leg(endpoint)
-        with self.pool_of(endpoint).busy(endpoint), self.metrics.leg(leg):
-            try:
-                async with asyncio.timeout(timeout_seconds) as deadline:
-                    sent = attempt.headers(endpoint) | (headers or {})
-                    response = await self.http.post(endpoint.url, path or attempt.exchange.path, sent, content)
-                    try:
-                        leg.first_byte_at, leg.status = time.time(), response.status
-                        if response.status != 200:
-                            raise await _rejection(endpoint, response)
-                        yield response, deadline, leg
-                    finally:
-                        # Before the end of the body this closes the connection, which makes vLLM abort the request.
-                        response.close()
-                if leg.outcome == "broken":
-                    endpoint.failed()
-                else:
-                    endpoint.succeeded()
-                    leg.outcome = "ok"
-            except ConnectError as error:
-                endpoint.failed()
-                raise _failed(endpoint, leg, "connect", str(error)) from None
-            except TimeoutError:
-                raise _failed(endpoint, leg, "timeout", f"no answer within {timeout_seconds:g} s", 504) from None
-            except BrokenOffError as error:
-                endpoint.failed()
-                raise _failed(endpoint, leg, "broken", str(error)) from None
-            except EngineFailure as failure:
-                leg.outcome = failure.reason
-                raise
-            except Refusal:
-                endpoint.succeeded()
-                leg.outcome = "refused"
-                raise
-            finally:
-                leg.ended_at = time.time()
-
-    async def _first_event(self, endpoint: Endpoint, response: Response) -> bytes:
-        head = b""
-        while chunk := await response.read_any():
-            head += chunk
-            events = sse.split(head)
-            if len(events) > 1 or head.endswith((b"\n\n", b"\r\n\r\n")):
-                if sse.is_error(events[0]):
-                    raise _failed_inside_200(endpoint, events[0])
-                return head
-            if len(head) > sse.MAX_EVENT_BYTES:
-                break
-        raise EngineFailure(endpoint, "broken", f"its stream has no whole event in {len(head)} bytes")
-
-
-def _failed(endpoint: Endpoint, leg: LegRecord, reason: str, detail: str, status: int = 502) -> EngineFailure:
-    leg.outcome = reason
-    return EngineFailure(endpoint, reason, detail, status)
+async def _first_event(endpoint: Endpoint, response: Response) -> bytes:
+    head = b""
+    while chunk := await response.read_any():
+        head += chunk
+        events = sse.split(head)
+        if len(events) > 1 or head.endswith((b"\n\n", b"\r\n\r\n")):
+            if sse.is_error(events[0]):
+                raise _failed_inside_200(endpoint, events[0])
+            return head
+        if len(head) > sse.MAX_EVENT_BYTES:
+            break
+    raise EngineFailure(endpoint, "broken", f"its stream has no whole event in {len(head)} bytes")
 
 
 def _failed_inside_200(endpoint: Endpoint, event: bytes) -> Exception:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import time
-import uuid
 from typing import TYPE_CHECKING
 
 from kvops.router import bodies
@@ -41,7 +41,7 @@ class Exchange:
         self.body = body
         self.streams = bodies.value_of(body, "stream") is True
         sent = request.header("x-request-id") or ""
-        self.client_id = sent if _CLIENT_ID.fullmatch(sent) else uuid.uuid4().hex
+        self.client_id = sent if _CLIENT_ID.fullmatch(sent) else os.urandom(16).hex()
         authorization = request.header("authorization")
         self.credential = _digest(authorization) if authorization else ""
         found = ((name, request.header(name)) for name in _FORWARDED_HEADERS)
@@ -78,7 +78,7 @@ class Attempt:
         self.exchange = exchange
         self.number = number
         self.avoid = avoid
-        self.id = uuid.uuid4().hex
+        self.id = os.urandom(16).hex()
         self.conversation: str | None = None
         self.turn: int | None = None
 

@@ -29,7 +29,7 @@ def merge(texts: Sequence[bytes]) -> bytes:
                     head.append(line)
                 continue
             key, _, value = line.rpartition(" ")
-            combine = min if key.partition("{")[0].endswith("_created") else _NO_SUM.get(key.partition("{")[0], _add)
+            combine = _NO_SUM.get(key.partition("{")[0], _add)
             samples[key] = reduce(combine, [samples[key]] if key in samples else [], float(value))
     lines: list[str] = []
     for head, samples in families.values():
@@ -42,7 +42,7 @@ def totals(text: bytes) -> bytes:
     kept, grows = [], False
     for line in text.decode().splitlines():
         if line.startswith("# TYPE "):
-            grows = line.endswith((" counter", " histogram")) or "_created " in line
+            grows = line.endswith((" counter", " histogram"))
         if line.startswith("# HELP "):
             # Its type is on the next line.
             pending = line

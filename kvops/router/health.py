@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 5.0
+_STARTING_SECONDS = 1.0
 # Of a scrape of many hundred lines only these are read; parsing all of it would hold up the streams.
 _SAMPLE = re.compile(
     rb"^(vllm:num_requests_waiting|vllm:kv_cache_usage_perc|process_start_time_seconds|kvops_connector_info)"
@@ -38,8 +39,12 @@ class Watch:
         while True:
             endpoints = [*self._engines.prefill.endpoints, *self._engines.decode.endpoints]
             await asyncio.gather(*map(self._look, endpoints))
+            seconds = self._engines.settings.probe_seconds
+            if not all(endpoint.has_answered for endpoint in endpoints):
+                # Somebody waits for it to come up.
+                seconds = min(seconds, _STARTING_SECONDS)
             # Several routers in front of one fleet should not probe in step.
-            await asyncio.sleep(self._engines.settings.probe_seconds * random.uniform(0.8, 1.2))  # noqa: S311
+            await asyncio.sleep(seconds * random.uniform(0.8, 1.2))  # noqa: S311
 
     async def _look(self, endpoint: Endpoint) -> None:
         before = endpoint.state

@@ -34,6 +34,10 @@ class BrokenOffError(Exception):
     """The connection ended, or what came is no HTTP, before the answer was whole."""
 
 
+class LateError(Exception):
+    """The answer was not whole in time."""
+
+
 class Body:
     """The body of a request.
 
@@ -69,6 +73,7 @@ class Response:
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._has_head = False
+        self._deadline: asyncio.TimerHandle | None = None
 
     @property
     def content_type(self) -> str:
@@ -91,6 +96,7 @@ class Response:
 
         Raises:
             BrokenOffError: it does not come to its end.
+            LateError: it has not come to its end in time.
         """
         parts = []
         while chunk := await self.read_any():
@@ -102,6 +108,7 @@ class Response:
 
         Raises:
             BrokenOffError: it broke off.
+            LateError: as in ``read``.
         """
         while not self._chunks:
             if self._failure:
@@ -118,13 +125,24 @@ class Response:
 
     def close(self) -> None:
         """End the connection unless the answer is whole; vLLM then aborts the request."""
+        self.lift_deadline()
         self._connection.finish(self)
+
+    def set_deadline(self, seconds: float) -> None:
+        """Fail the answer unless it is whole in time."""
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, LateError())
+
+    def lift_deadline(self) -> None:
+        """Let the rest of the answer take as long as it wants."""
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     async def wait_for_head(self) -> None:
         """Return once status and headers are there.
 
         Raises:
             BrokenOffError: they do not come.
+            LateError: they have not come in time.
         """
         while not self._has_head:
             if self._failure:
@@ -255,49 +273,20 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
 
-class HttpClient:
-    """Connections to any number of engines."""
+class _Target:
+    """An engine's address, and the connections to it that are idle."""
 
-    def __init__(self, connect_seconds: float) -> None:
-        """Start without a connection."""
-        self._connect_seconds = connect_seconds
-        self._idle: dict[str, list[Connection]] = {}
-        self._tls: ssl.SSLContext | None = None
+    def __init__(self, base_url: str) -> None:
+        parts = urlsplit(base_url)
+        self.secure = parts.scheme == "https"
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if self.secure else 80)
+        self.host_header = parts.netloc
+        self.idle: list[Connection] = []
 
-    async def post(self, base_url: str, path: str, headers: Mapping[str, str], content: Body) -> Response:
-        """Send a request and return its answer as soon as the head is there; the caller closes it.
-
-        Args:
-            base_url: such as ``http://10.0.0.1:8100``.
-            path: such as ``/v1/completions``.
-            headers: the request's, apart from host and length.
-            content: the body.
-
-        Raises:
-            ConnectError: there is no connection.
-            BrokenOffError: the connection ended before the head was there.
-        """
-        connection = self._take_idle(base_url) or await self._connect(base_url)
-        lines = [f"POST {path} HTTP/1.1", f"Host: {urlsplit(base_url).netloc}", f"Content-Length: {len(content.data)}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        content.began = True
-        response = connection.send(("\r\n".join(lines) + "\r\n\r\n").encode("utf-8", "surrogateescape"), content.data)
-        try:
-            await response.wait_for_head()
-        except BaseException:
-            response.close()
-            raise
-        return response
-
-    def close(self) -> None:
-        """Close what is idle."""
-        for connections in self._idle.values():
-            for connection in connections:
-                connection.abort()
-        self._idle.clear()
-
-    def _take_idle(self, base_url: str) -> Connection | None:
-        connections = self._idle.get(base_url)
+    def take_idle(self) -> Connection | None:
+        """Return a connection that the engine will not close at this moment."""
+        connections = self.idle
         while connections:
             connection = connections.pop()
             if connection.closed:
@@ -310,17 +299,63 @@ class HttpClient:
             connections.clear()
         return None
 
-    async def _connect(self, base_url: str) -> Connection:
-        parts = urlsplit(base_url)
-        secure = parts.scheme == "https"
-        idle = self._idle.setdefault(base_url, [])
+
+class HttpClient:
+    """Connections to any number of engines."""
+
+    def __init__(self, connect_seconds: float) -> None:
+        """Start without a connection."""
+        self._connect_seconds = connect_seconds
+        self._targets: dict[str, _Target] = {}
+        self._tls: ssl.SSLContext | None = None
+
+    async def post(
+        self, base_url: str, path: str, headers: Mapping[str, str], content: Body, timeout_seconds: float
+    ) -> Response:
+        """Send a request and return its answer as soon as the head is there; the caller closes it.
+
+        Args:
+            base_url: such as ``http://10.0.0.1:8100``.
+            path: such as ``/v1/completions``.
+            headers: the request's, apart from host and length.
+            content: the body.
+            timeout_seconds: for the whole answer, once there is a connection.
+
+        Raises:
+            ConnectError: there is no connection.
+            BrokenOffError: the connection ended before the head was there.
+            LateError: the head was not there in time.
+        """
+        target = self._targets.get(base_url) or self._targets.setdefault(base_url, _Target(base_url))
+        connection = target.take_idle() or await self._connect(target)
+        lines = [f"POST {path} HTTP/1.1\r\nHost: {target.host_header}\r\nContent-Length: {len(content.data)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode("utf-8", "surrogateescape")
+        content.began = True
+        response = connection.send(head, content.data)
+        response.set_deadline(timeout_seconds)
+        try:
+            await response.wait_for_head()
+        except BaseException:
+            response.close()
+            raise
+        return response
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for target in self._targets.values():
+            for connection in target.idle:
+                connection.abort()
+        self._targets.clear()
+
+    async def _connect(self, target: _Target) -> Connection:
         try:
             async with asyncio.timeout(self._connect_seconds):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(idle),
-                    parts.hostname or "",
-                    parts.port or (443 if secure else 80),
-                    ssl=self._context() if secure else None,
+                    lambda: Connection(target.idle),
+                    target.host,
+                    target.port,
+                    ssl=self._context() if target.secure else None,
                 )
         except TimeoutError:
             raise ConnectError(f"no connection within {self._connect_seconds:g} s") from None

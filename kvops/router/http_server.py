@@ -190,10 +190,10 @@ class Connection(asyncio.Protocol):
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
-            self._refuse(RouterError(400, "invalid_request_error", f"this is no HTTP request: {error}"))
+            self._refuse(error_response(RouterError(400, "invalid_request_error", f"this is no HTTP request: {error}")))
             return
         if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
-            self._refuse(RouterError(431, "invalid_request_error", f"the head is larger than {_MAX_HEAD_BYTES} bytes"))
+            self._refuse(_head_too_large())
         elif self._arriving is not None and self._arriving.refusal is not None and self.task is None:
             # It need not send a body that nobody will read.
             self._answer_last(self._arriving.refusal)
@@ -239,6 +239,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Judge the head."""
+        is_large = self._head_bytes > _MAX_HEAD_BYTES and sum(map(len, self._headers.values())) > _MAX_HEAD_BYTES
         self._in_head, self._head_bytes = False, 0
         parser = self._parser
         if parser.should_upgrade():
@@ -246,7 +247,7 @@ class Connection(asyncio.Protocol):
         request = Request(self, parser.get_method().decode("latin-1"), self._target, self._headers)
         self.speaks_1_1 = parser.get_http_version() != "1.0"
         request.keep_alive = parser.should_keep_alive()
-        request.refusal = self._server.refuse(request)
+        request.refusal = _head_too_large() if is_large else self._server.refuse(request)
         self._arriving = request
         if self.at == "head":
             self._be("body")
@@ -323,10 +324,10 @@ class Connection(asyncio.Protocol):
         head = head_of(response.status, response.headers, length=len(content), keep_alive=keep_alive)
         self.write(head if request.method == "HEAD" else head + content)
 
-    def _refuse(self, error: RouterError) -> None:
-        """Answer what cannot be read as a request, after the requests before it."""
+    def _refuse(self, response: Response) -> None:
+        """Read nothing any more; answer what cannot be read as a request unless another one is being answered."""
         if self.task is None:
-            self._answer_last(error_response(error))
+            self._answer_last(response)
         self._is_last = True
 
     def _answer_last(self, response: Response) -> None:
@@ -470,6 +471,10 @@ class Server:
         for connection in list(self._connections):
             connection.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _head_too_large() -> Response:
+    return error_response(RouterError(431, "invalid_request_error", f"the head is larger than {_MAX_HEAD_BYTES} bytes"))
 
 
 def _path(target: bytes) -> str:

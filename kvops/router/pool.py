@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from kvops.router.errors import RouterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvops.router.handles import Identity
 
@@ -42,6 +41,7 @@ class Endpoint:
         identity: its NIXL side, once it is known.
         transfer_mode: push or pull, once it is known.
         bidirectional: whether it reads KV back, None where it does not say.
+        has_answered: whether it has ever answered a probe or a request.
     """
 
     def __init__(self, role: Role, url: str, rank: int | None = None) -> None:
@@ -60,20 +60,12 @@ class Endpoint:
         self.identity: Identity | None = None
         self.transfer_mode: str | None = None
         self.bidirectional: bool | None = None
+        self.has_answered = False
         self._failures = 0
         self._missed_probes = 0
         self._down_until: float | None = None
         self._back_off = _FIRST_BACK_OFF_SECONDS
         self._on_trial = False
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Count a request for as long as the block runs."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
 
     @property
     def state(self) -> str:
@@ -86,18 +78,23 @@ class Endpoint:
 
     def takes_requests(self) -> bool:
         """Return whether a new request may go there."""
-        return self.state == "up" or (self.state == "half_open" and not self._on_trial)
+        if self._down_until is None:
+            return not self.draining
+        return self.state == "half_open" and not self._on_trial
 
     def begin(self) -> None:
         """Note that a request goes there: a half-open engine gets one at a time."""
+        self.in_flight += 1
         self._on_trial = self.state == "half_open"
 
     def end(self) -> None:
         """Note that a request there has ended, whatever became of it: another one may try a half-open engine."""
+        self.in_flight -= 1
         self._on_trial = False
 
     def succeeded(self) -> None:
         """Note an answer: the engine is up, whatever a probe that waited in the same queue says."""
+        self.has_answered = True
         self._failures = 0
         self._missed_probes = 0
         self._down_until = None
@@ -115,7 +112,9 @@ class Endpoint:
             self._missed_probes += _MISSED[outcome]
             if self._missed_probes >= _MISSED_TO_DOWN:
                 self._rest()
-        elif self._missed_probes:
+            return
+        self.has_answered = True
+        if self._missed_probes:
             if self._missed_probes >= _MISSED_TO_DOWN and self._down_until is not None:
                 self._down_until = time.monotonic()
             self._missed_probes = 0
@@ -198,6 +197,8 @@ class Pool:
         Raises:
             RouterError: as in ``take``.
         """
+        if any(map(self._has_room, self.endpoints)):
+            return
         deadline = time.monotonic() + wait_seconds
         while True:
             try:
@@ -208,6 +209,9 @@ class Pool:
                 await self._wait_for_end(deadline)
             else:
                 return
+
+    def _has_room(self, endpoint: Endpoint) -> bool:
+        return endpoint.in_flight < self._in_flight and endpoint.takes_requests()
 
     def _free(self) -> list[Endpoint]:
         """Return the engines that have room, the one whose turn it is first; at least one."""
@@ -224,15 +228,14 @@ class Pool:
             )
         return free
 
-    @contextmanager
-    def busy(self, endpoint: Endpoint) -> Iterator[None]:
-        """Count a request on ``endpoint`` for as long as the block runs, and call the next in the queue after it."""
+    def begin(self, endpoint: Endpoint) -> None:
+        """Count a request on ``endpoint``."""
         endpoint.begin()
-        try:
-            with endpoint.busy():
-                yield
-        finally:
-            endpoint.end()
+
+    def end(self, endpoint: Endpoint) -> None:
+        """Count its end, whatever became of it, and call the next in the queue."""
+        endpoint.end()
+        if self._waiters:
             self._freed.set()
 
     def find(self, name: str) -> Endpoint | None:

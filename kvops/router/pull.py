@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvops.router import bodies, handles, http_client
@@ -16,8 +15,6 @@ from kvops.router.errors import EngineFailure
 from kvops.router.relay import relay
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import msgspec
 
     from kvops.router.bodies import Body
@@ -78,8 +75,11 @@ class PullMode:
         prefilled = await self.prefill(attempt, body)
         params = handles.for_decode(prefilled.handle, attempt.context)
         content = http_client.Body(bodies.encode(bodies.prefill_body(body, params)))
-        with self.released_unless_sent(content, prefilled.handle, prefilled.holder, attempt):
+        try:
             answer = await self._engines.ask(attempt, decode, content, self._deadlines.prefill)
+        except BaseException as error:
+            self._release_unless_sent(error, content, prefilled.handle, prefilled.holder, attempt)
+            raise
         # A bidirectional D now keeps the blocks for a next turn that this prompt does not have.
         if left := handle_or_none(answer, decode):
             self._releases.release(left, decode, "no_conversation", authorization=attempt.authorization)
@@ -123,30 +123,28 @@ class PullMode:
         params = handles.for_decode(prefilled.handle, attempt.context, prefilled.prompt_token_ids)
         content = http_client.Body(bodies.encode(bodies.decode_body(attempt.exchange.body, params)))
         prefilled_at = time.perf_counter()
-        with (
-            metrics.handed_over(attempt.id),
-            self.released_unless_sent(content, prefilled.handle, prefilled.holder, attempt),
-        ):
+        metrics.handed_over(attempt.id)
+        try:
             decode = await engines.decode.take(attempt.avoid, prefer, wait_seconds=_PLACE_ON_DECODE_SECONDS)
             metrics.observe("kvops_router_handover_seconds", time.perf_counter() - prefilled_at)
             async with engines.open(attempt, decode, content, headers=headers) as answer:
                 metrics.taken_over(attempt.id)
                 relayed = await relay(attempt.exchange, answer, self._deadlines.idle)
+        except BaseException as error:
+            self._release_unless_sent(error, content, prefilled.handle, prefilled.holder, attempt)
+            raise
+        finally:
+            metrics.taken_over(attempt.id)
         relayed.decode = decode
         return relayed
 
-    @contextmanager
-    def released_unless_sent(
-        self, content: http_client.Body, handle: Handle, holder: Endpoint, attempt: Attempt
-    ) -> Iterator[None]:
-        """Give blocks back if the block ends before the request that would read them has left."""
-        try:
-            yield
-        except BaseException as error:
-            if not content.began:
-                reason = "client_gone" if isinstance(error, asyncio.CancelledError) else "not_sent"
-                self._releases.release(handle, holder, reason, authorization=attempt.authorization)
-            raise
+    def _release_unless_sent(
+        self, error: BaseException, content: http_client.Body, handle: Handle, holder: Endpoint, attempt: Attempt
+    ) -> None:
+        """Give blocks back if ``error`` came before the request that would read them has left."""
+        if not content.began:
+            reason = "client_gone" if isinstance(error, asyncio.CancelledError) else "not_sent"
+            self._releases.release(handle, holder, reason, authorization=attempt.authorization)
 
 
 def _prefilled(answer: bytes, prefill: Endpoint) -> Prefilled:

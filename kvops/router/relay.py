@@ -16,7 +16,7 @@ from kvops.router.response import Response
 if TYPE_CHECKING:
     import msgspec
 
-    from kvops.router.engines import Answer
+    from kvops.router.engines import Leg
     from kvops.router.exchange import Exchange
     from kvops.router.http_server import Stream
     from kvops.router.pool import Endpoint
@@ -43,7 +43,7 @@ class Relayed:
         self.whole = whole
 
 
-async def relay(exchange: Exchange, answer: Answer, idle_seconds: float) -> Relayed:
+async def relay(exchange: Exchange, answer: Leg, idle_seconds: float) -> Relayed:
     """Send ``answer`` to the client.
 
     Raises:
@@ -55,7 +55,7 @@ async def relay(exchange: Exchange, answer: Answer, idle_seconds: float) -> Rela
     return await _relay_body(exchange, answer)
 
 
-async def _relay_body(exchange: Exchange, answer: Answer) -> Relayed:
+async def _relay_body(exchange: Exchange, answer: Leg) -> Relayed:
     content = await answer.response.read()
     try:
         content, handle = cut_member(content, KV_TRANSFER_PARAMS)
@@ -67,7 +67,7 @@ async def _relay_body(exchange: Exchange, answer: Answer) -> Relayed:
     return Relayed(response, handle, whole=True)
 
 
-async def _relay_stream(exchange: Exchange, answer: Answer, idle_seconds: float) -> Relayed:
+async def _relay_stream(exchange: Exchange, answer: Leg, idle_seconds: float) -> Relayed:
     events = sse.Events()
     watch = _Watch(exchange, answer, idle_seconds)
     try:
@@ -88,12 +88,12 @@ async def _relay_stream(exchange: Exchange, answer: Answer, idle_seconds: float)
     return Relayed(Response(answer.response.status, None), events.handle, whole=not broken and not events.failed)
 
 
-def _headers(exchange: Exchange, answer: Answer) -> dict[str, str]:
+def _headers(exchange: Exchange, answer: Leg) -> dict[str, str]:
     kind = answer.response.headers.get("content-type", "application/octet-stream")
     return {"Content-Type": kind, **exchange.response_headers}
 
 
-async def _pump(answer: Answer, events: sse.Events, stream: Stream, watch: _Watch) -> str:
+async def _pump(answer: Leg, events: sse.Events, stream: Stream, watch: _Watch) -> str:
     """Write D's events to the client and return what broke them off, or nothing.
 
     An engine that dies in the middle of a stream has already promised 200, so the client learns of it as vLLM itself
@@ -120,7 +120,7 @@ class _Watch:
     One timer a stream, for a deadline on every chunk would cost as much as passing the chunk on.
     """
 
-    def __init__(self, exchange: Exchange, answer: Answer, idle_seconds: float) -> None:
+    def __init__(self, exchange: Exchange, answer: Leg, idle_seconds: float) -> None:
         """Begin to watch."""
         self._exchange, self._answer, self._idle_seconds = exchange, answer, idle_seconds
         self._loop = asyncio.get_running_loop()

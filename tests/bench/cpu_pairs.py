@@ -3,7 +3,10 @@
 The pair without is vLLM's own connectors, left unpinned and with a sleeping progress thread as kvops leaves its own:
 otherwise the comparison would be one of two schedulings, which kvops would win without merit.
 
-    python tests/bench/cpu_pairs.py --mode pull --input-tokens 1024 --output-tokens 32 --rate 0 --seconds 15 --rounds 8
+Rounds of one request, many of them, get the most out of a machine that is not quiet; the CPU time of both pairs, to
+which the same requests went, is told beside:
+
+    python tests/bench/cpu_pairs.py --mode pull --input-tokens 1024 --output-tokens 32 --rate 0 --seconds 1 --rounds 150
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "connectors"), str(ROOT / "tests" / "support")]
 
 import paired_latency  # noqa: E402
+import psutil  # noqa: E402
 from engine_pair import Engine, Pair, tokens  # noqa: E402
 
 # The tiny model's printable tokens.
@@ -41,6 +45,13 @@ def spec(name: str, prefill: Engine, decode: Engine) -> str:
     return ",".join((name, *urls, handle["remote_engine_id"], side_channel))
 
 
+def cpu_seconds(pair: list[Engine]) -> float:
+    """Return what all processes of the pair have used so far."""
+    roots = [psutil.Process(engine.process.pid) for engine in pair if engine.process is not None]
+    times = [process.cpu_times() for root in roots for process in (root, *root.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
 def main() -> None:
     options = paired_latency.parser().parse_args()
     options.token_range = TOKENS
@@ -53,7 +64,10 @@ def main() -> None:
             for engine in started:
                 engine.wait_ready()
             options.a, options.b = (spec(name, *pair) for name, pair in zip(("stock", "kvops"), pairs, strict=True))
+            before = [cpu_seconds(pair) for pair in pairs]
             asyncio.run(paired_latency.main(options))
+            stock, kvops = (cpu_seconds(pair) - used for pair, used in zip(pairs, before, strict=True))
+            print(f"CPU time  stock {stock:.1f} s  kvops {kvops:.1f} s  kvops/stock {kvops / stock:.4f}")
         finally:
             for engine in started:
                 engine.stop()

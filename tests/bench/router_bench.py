@@ -76,11 +76,13 @@ class Client(asyncio.Protocol):
             self._send()
 
     def _is_whole(self) -> bool:
-        if self._received.endswith(b"0\r\n\r\n"):
-            return True
         end = self._received.find(b"\r\n\r\n")
         length = _LENGTH.search(self._received, 0, end) if end >= 0 else None
-        return length is not None and len(self._received) >= end + 4 + int(length[1])
+        if length is not None:
+            return len(self._received) >= end + 4 + int(length[1])
+        # Past 4 KiB the head is dropped, and what is left belongs to a stream. The end of a head that says
+        # "content-length: 10" looks like the end of a stream, but is none.
+        return self._received.endswith(b"\r\n0\r\n\r\n")
 
     def _first_line(self) -> bytes:
         return self._received[:64] if self._received.startswith(b"HTTP") else b" 200 "

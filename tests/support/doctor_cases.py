@@ -168,7 +168,8 @@ def cluster() -> Scene:
         "status": {"allocatable": {"vpc.amazonaws.com/efa": "16", "hugepages-2Mi": "42242Mi", "nvidia.com/gpu": "8"}},
     }
     set_kubernetes(host, nodes=[node, json.loads(json.dumps(node).replace("node-a", "node-b"))])
-    set_kubernetes(host, pods=[pod("decode-0", "node-a"), pod("prefill-0", "node-b")], deviceclasses=[])
+    pods = [pod("decode-0", "node-a"), pod("prefill-0", "node-b"), plugin_pod()]
+    set_kubernetes(host, pods=pods, deviceclasses=[], events=[])
     plugin = {"metadata": {"name": "aws-efa-k8s-device-plugin"}}
     set_kubernetes(host, daemonsets=[{**plugin, "status": {"desiredNumberScheduled": 2, "numberReady": 2}}])
     return Scene(host)
@@ -193,13 +194,42 @@ def pod(name: str, node: str) -> dict[str, object]:
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
     volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    return {"metadata": {"name": name}, "spec": {"nodeName": node, "containers": [container], "volumes": volumes}}
+    return {
+        "metadata": {"name": name, "namespace": "kvops"},
+        "spec": {"nodeName": node, "containers": [container], "volumes": volumes},
+    }
+
+
+def plugin_pod() -> dict[str, object]:
+    status = {"name": "aws-efa-k8s-device-plugin", "restartCount": 1, "state": {"running": {}}}
+    metadata = {"name": "aws-efa-k8s-device-plugin-x7k2p", "namespace": "kube-system"}
+    containers = [{"name": "aws-efa-k8s-device-plugin", "image": "eks/aws-efa-k8s-device-plugin:v0.5.6"}]
+    spec = {"nodeName": "node-a", "containers": containers}
+    return {"metadata": metadata, "spec": spec, "status": {"containerStatuses": [status]}}
+
+
+def warning(reason: str, pod_name: str, message: str, seen: str = "2026-11-30T08:12:41Z") -> dict[str, object]:
+    """An event as kubectl shows it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "type": "Warning",
+        "reason": reason,
+        "message": message,
+        "count": 14,
+        "firstTimestamp": "2026-11-30T08:02:17Z",
+        "lastTimestamp": seen,
+        "involvedObject": {"apiVersion": "v1", "kind": "Pod", "name": pod_name, "namespace": "kvops"},
+        "metadata": {"name": f"{pod_name}.187ca7d2f0b1c2de", "namespace": "kvops"},
+        "source": {"component": "default-scheduler"},
+    }
 
 
 def set_kubernetes(host: Fixture, **objects: list[dict[str, object]]) -> None:
     host.not_captured = [gap for gap in host.not_captured if "kubectl" not in str(gap)]
     for kind, items in objects.items():
-        everywhere = " -A" if kind in {"pods", "daemonsets"} else ""
+        everywhere = " -A" if kind in {"pods", "daemonsets", "events"} else ""
+        everywhere += " --field-selector=type=Warning" if kind == "events" else ""
         host.command(f"kubectl get {kind}{everywhere} -o json", json.dumps({"items": items}))
 
 

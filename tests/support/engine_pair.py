@@ -32,11 +32,12 @@ BLOCK_TOKENS = 32
 BLOCK_BYTES = BLOCK_TOKENS * KV_BYTES_PER_TOKEN
 START_SECONDS = 240
 # vLLM reads nothing back in the last 5 seconds of decode's TTL.
-TTL_SECONDS = 12
+TTL_SECONDS = 16
 LEASE_SECONDS = 10
 # Of the decode engine that is there to give up; the other one must not, however slow the machine.
 PUSH_TIMEOUT_SECONDS = 4
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+CLI = [sys.executable, str(ROOT / "tests" / "support" / "vllm_cli.py"), "serve"]
 
 
 def free_port() -> int:
@@ -70,6 +71,7 @@ class Engine:
     args: tuple[str, ...] = ()
     stock: bool = False
     multi: bool = False
+    api_servers: int = 1
     policy: str = "fail"
     port: int = field(default_factory=free_port)
     nixl_port: int = field(default_factory=free_port)
@@ -96,7 +98,8 @@ class Engine:
                 "kv_role": self.role,
                 "kv_connector_extra_config": {"connectors": [transfer]},
             }
-        argv = [*SERVER, "--model", str(ensure_model(default_path())), "--served-model-name", "m"]
+        argv = [*SERVER] if self.api_servers == 1 else [*CLI, "--api-server-count", str(self.api_servers)]
+        argv += ["--model", str(ensure_model(default_path())), "--served-model-name", "m"]
         argv += ["--host", "127.0.0.1", "--port", str(self.port), "--block-size", str(BLOCK_TOKENS), "--enforce-eager"]
         argv += [
             "--max-model-len",

@@ -49,6 +49,25 @@ class Cluster:
     def mend(self, host: int) -> None:
         ip("-n", self.switch, "link", "set", f"p{host}", "up")
 
+    def cut_between(self, one: int, other: int) -> None:
+        """Let frames between two hosts go nowhere, silently; both still reach all others."""
+        for here, there in ((one, other), (other, one)):
+            nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+            ip("-n", self.names[here], "neigh", "replace", self.addresses[there], *nobody)
+
+    def mend_between(self, one: int, other: int) -> None:
+        for here, there in ((one, other), (other, one)):
+            ip("-n", self.names[here], "neigh", "del", self.addresses[there], "dev", "eth0")
+
+    def received_bytes(self, host: int) -> int:
+        """Return what came in over the host's link."""
+        return int(run_on(self, host, ["cat", "/sys/class/net/eth0/statistics/rx_bytes"]).stdout)
+
+    def pids(self, host: int) -> list[str]:
+        return subprocess.run(
+            ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True
+        ).stdout.split()
+
 
 @contextlib.contextmanager
 def cluster(hosts: int, net: int) -> Iterator[Cluster]:

@@ -1,7 +1,8 @@
 """A bad hour in minutes: real fleets in every mode, with all that goes wrong, under one real Prometheus.
 
-``python tests/support/scripted_hour.py FOLDER [MODE...]`` starts one fleet after another and leaves Prometheus' data in
-FOLDER/data, for ``prometheus --storage.tsdb.path`` and ``kvops dashboards check`` afterwards.
+``python tests/support/scripted_hour.py FOLDER SCENE`` starts one fleet, plays its acts and says which alerts each act
+fired, against those that it should fire; exit status 1 if they differ. Data stay in FOLDER/data, so that the scenes can
+be played one after another. ``... FOLDER check`` then runs every query of every panel and rule over all of it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,54 +26,75 @@ import aiohttp
 import psutil
 import yaml
 
-from kvops.launch.plan import Plan, Process
+from hour_rules import began, firing, write_quick_rules
+from kvops.launch.plan import Plan
 from kvops.launch.rundir import RunDir
+from kvops_dashboards.checking import Answer, check
 from kvops_dashboards.scraping import Target, prometheus_config
 
-TRAFFIC_SECONDS = 80
 KVOPS = [sys.executable, "-m", "kvops.cli.main"]
-# Short lifetimes, so that they run out within the traffic.
-LEASE_SECONDS, TTL_SECONDS = 8, 45
-# The router leaves a handle alone in the last 30 seconds of its TTL.
-LATE_SECONDS = 20
+# Short lifetimes, so that they run out within an act.
+LEASE_SECONDS, TTL_SECONDS, REGISTRATION_SECONDS = 15, 30, 25
+CLIENTS = 4
+Leg = dict[str, Any]
 
 
-class Traffic:
-    """Clients of one fleet: conversations of several turns, some broken off, some that come back too late."""
+@dataclass
+class Stage:
+    """A fleet that is up, and what plays on it."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
-        self.session, self.url = session, url
-        self.random = random.Random(seed)
-        self.outcomes: dict[str, int] = {}
+    run_dir: RunDir
+    plan: Plan
+    session: aiohttp.ClientSession
+    outcomes: dict[str, int]
 
-    async def converse(self, until: float, number: int) -> None:
-        turn_of = 0
-        while time.monotonic() < until:
-            turn_of += 1
-            name, history = f"c{number}-{turn_of}", self.words(60)
-            for turn in range(3):
-                if time.monotonic() >= until:
-                    return
-                history += await self.ask(name, history, gone=self.random.random() < 0.08)
-                history += self.words(40)
-                late = turn == 1 and self.random.random() < 0.2
-                await asyncio.sleep(LATE_SECONDS if late else self.random.uniform(0.2, 2))
+    def pid(self, name: str) -> int:
+        state = self.run_dir.read_state()
+        assert state
+        pid = next(process.pid for process in state.processes if process.name == name)
+        assert pid
+        return pid
 
-    async def ask(self, name: str, prompt: str, gone: bool) -> str:
-        body = {"model": "kvops-tiny", "prompt": prompt, "max_tokens": 16, "stream": True, "conversation_id": name}
-        outcome, text = "gone" if gone else "ok", ""
-        try:
-            async with asyncio.timeout(0.3 if gone else 60):
-                async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
-                    text = answer_text(await answer.text())
-                    outcome = str(answer.status)
-        except (TimeoutError, aiohttp.ClientError) as error:
-            outcome = outcome if gone else type(error).__name__
+    def count(self, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        return text
 
-    def words(self, count: int) -> str:
-        return " ".join(f"{self.random.randrange(10**8):08d}" for _ in range(count)) + " "
+    async def leg(self, role: str, prompt: str, transfer: dict[str, Any], request_id: str = "", tokens: int = 1) -> Leg:
+        """Ask an engine itself, as a router does, and return its answer's ``kv_transfer_params``."""
+        body = {"model": "kvops-tiny", "prompt": prompt, "max_tokens": tokens, "kv_transfer_params": transfer}
+        headers = {"X-Request-Id": request_id} if request_id else {}
+        url = f"{self.plan.role(role)[0].url}/v1/completions"
+        try:
+            async with self.session.post(url, json=body, headers=headers) as answer:
+                self.count(f"{role} leg {answer.status}")
+                return (await answer.json()).get("kv_transfer_params") or {}
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.count(f"{role} leg {type(error).__name__}")
+            return {}
+
+
+KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
+READ = {"do_remote_decode": False, "do_remote_prefill": True}
+
+
+def words(count: int) -> str:
+    return " ".join(f"{random.randrange(10**8):08d}" for _ in range(count)) + " "
+
+
+async def ask(stage: Stage, conversation: str, prompt: str, leave_after: float | None = None) -> str:
+    """Ask the router for a streamed answer and return its text; a client that leaves early gets none."""
+    tokens = 16 if leave_after is None else 400
+    body = {"model": "kvops-tiny", "prompt": prompt, "max_tokens": tokens, "stream": True}
+    outcome, text = "gone", ""
+    try:
+        async with asyncio.timeout(leave_after or 60):
+            url = f"{stage.plan.router.url}/v1/completions"
+            async with stage.session.post(url, json=body | {"conversation_id": conversation}) as answer:
+                text = answer_text(await answer.text())
+                outcome = str(answer.status)
+    except (TimeoutError, aiohttp.ClientError) as error:
+        outcome = type(error).__name__ if leave_after is None else "gone"
+    stage.count(outcome)
+    return text
 
 
 def answer_text(stream: str) -> str:
@@ -77,117 +102,334 @@ def answer_text(stream: str) -> str:
     return "".join(choice["text"] for event in events for choice in json.loads(event).get("choices", []))
 
 
-async def strand_on_prefill(session: aiohttp.ClientSession, prefill: Process) -> None:
-    """Prefill a request whose KV nobody will read, so that its lease runs out."""
-    transfer = {"do_remote_decode": True, "do_remote_prefill": False}
-    body: dict[str, Any] = {"model": "kvops-tiny", "prompt": "stranded " * 40, "max_tokens": 1}
-    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-        async with session.post(
-            f"{prefill.url}/v1/completions", json=body | {"kv_transfer_params": transfer}
-        ) as answer:
-            await answer.read()
+async def converse(stage: Stage, *, leaving: float = 0.0, late: float = 0.0) -> None:
+    """Hold conversations of four turns for ever; a share of the turns are broken off or come after decode's TTL."""
+    while True:
+        name, history = f"c-{random.randrange(10**12)}", words(60)
+        for _ in range(4):
+            history += await ask(stage, name, history, 0.1 if random.random() < leaving else None)
+            history += words(40)
+            await asyncio.sleep(TTL_SECONDS + 3 if random.random() < late else random.uniform(0.5, 2.5))
 
 
-async def stall(pid: int, seconds: float) -> None:
-    """Stop a process and its children's work for a while: a slow peer."""
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    for process in family:
-        process.send_signal(signal.SIGSTOP)
-    await asyncio.sleep(seconds)
-    for process in family:
-        process.send_signal(signal.SIGCONT)
+async def traffic(stage: Stage, seconds: float, **shares: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+            for _ in range(CLIENTS):
+                group.create_task(converse(stage, **shares))
 
 
-async def disturb(session: aiohttp.ClientSession, run_dir: RunDir) -> None:
-    plan, state = run_dir.read_plan(), run_dir.read_state()
-    assert state
-    pid = {process.name: process.pid for process in state.processes}
-    await asyncio.sleep(15)
-    for _ in range(2):
-        await strand_on_prefill(session, plan.role("prefill")[0])
-    await asyncio.sleep(10)
-    decode = pid["decode-0"]
-    assert decode
-    await stall(decode, 6)
+async def healthy(stage: Stage) -> None:
+    await traffic(stage, 20)
 
 
-async def play(name: str) -> dict[str, int]:
-    run_dir = RunDir(name)
-    plan = run_dir.read_plan()
-    async with aiohttp.ClientSession() as session:
-        traffic = Traffic(session, plan.router.url, seed=len(name))
-        until = time.monotonic() + TRAFFIC_SECONDS
-        await asyncio.gather(disturb(session, run_dir), *(traffic.converse(until, number) for number in range(2)))
-        state = run_dir.read_state()
-        prefill = next(process.pid for process in state.processes if process.name == "prefill-0") if state else None
-        if prefill:
-            # The last act: a peer dies under load, and the supervisor ends the fleet.
-            os.kill(prefill, signal.SIGKILL)
-            await asyncio.gather(*(traffic.ask(f"last-{n}", traffic.words(60), gone=False) for n in range(2)))
-        await asyncio.sleep(12)
-    return traffic.outcomes
+async def aborted_clients(stage: Stage) -> None:
+    await traffic(stage, 15, leaving=0.4)
+
+
+async def stranded_on_prefill(stage: Stage) -> None:
+    """Prefill requests whose KV nobody reads, so that their leases run out."""
+
+    async def strand() -> None:
+        for _ in range(10):
+            await stage.leg("prefill", words(60), KEEP)
+            await asyncio.sleep(2)
+
+    await asyncio.gather(traffic(stage, 45), strand())
+
+
+async def read_too_late(stage: Stage) -> None:
+    """Let decode read blocks of prefill whose lease has ended."""
+
+    async def late() -> None:
+        prompt = words(60)
+        handle = await stage.leg("prefill", prompt, KEEP)
+        await asyncio.sleep(LEASE_SECONDS + 4)
+        await stage.leg("decode", prompt, handle | READ, tokens=4)
+
+    await asyncio.gather(traffic(stage, 28), late())
+
+
+async def readbacks_too_late(stage: Stage) -> None:
+    """Play a router that sends decode's handles on after their TTL, beside users who come late themselves."""
+
+    async def late_turn(begin: float) -> None:
+        await asyncio.sleep(begin)
+        prompt = words(60)
+        handle = await stage.leg("prefill", prompt, KEEP)
+        held = await stage.leg("decode", prompt, handle | READ, tokens=4)
+        await asyncio.sleep(TTL_SECONDS + 2)
+        longer = prompt + words(40)
+        handle = await stage.leg("prefill", longer, held | KEEP)
+        await stage.leg("decode", longer, handle | READ, tokens=4)
+
+    await asyncio.gather(traffic(stage, 105, late=0.05), *(late_turn(2.0 * number) for number in range(36)))
+
+
+async def slow_peer(stage: Stage) -> None:
+    """Let the engine of one prefill run a tenth of the time."""
+    children = psutil.Process(stage.pid("prefill-2")).children(recursive=True)
+
+    async def throttle() -> None:
+        try:
+            while True:
+                _signal(children, signal.SIGSTOP)
+                await asyncio.sleep(0.9)
+                _signal(children, signal.SIGCONT)
+                await asyncio.sleep(0.1)
+        finally:
+            _signal(children, signal.SIGCONT)
+
+    task = asyncio.create_task(throttle())
+    await traffic(stage, 90)
+    task.cancel()
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        process.send_signal(number)
+
+
+async def registrations_without_prefill(stage: Stage) -> None:
+    """Play a router that sends push requests to decode alone: prefill never gets them."""
+    known = await stage.leg("prefill", words(4), KEEP)
+    identity = {key: known[key] for key in ("remote_engine_id", "remote_host", "remote_port", "tp_size")}
+
+    async def stuck(number: int) -> None:
+        await asyncio.sleep(number)
+        name = f"stuck-{number}"
+        transfer = identity | READ | {"remote_request_id": name, "transfer_id": name}
+        await stage.leg("decode", words(60), transfer, name)
+
+    await asyncio.gather(traffic(stage, 50), *(stuck(number) for number in range(8)))
+
+
+async def killed_prefill(stage: Stage) -> None:
+    await _killed(stage, "prefill-0")
+
+
+async def killed_decode(stage: Stage) -> None:
+    await _killed(stage, "decode-0")
+
+
+async def _killed(stage: Stage, name: str) -> None:
+    """Kill an engine under load. The supervisor, which would end the fleet, sleeps meanwhile: a cluster goes on too."""
+    engine = psutil.Process(stage.pid(name))
+    supervisor = psutil.Process(engine.ppid())
+    supervisor.send_signal(signal.SIGSTOP)
+    try:
+        family = [engine, *engine.children(recursive=True)]
+
+        async def kill() -> None:
+            await asyncio.sleep(3)
+            _signal(family, signal.SIGKILL)
+
+        await asyncio.gather(traffic(stage, 35), kill())
+    finally:
+        supervisor.send_signal(signal.SIGCONT)
+
+
+@dataclass(frozen=True)
+class Act:
+    """One scene: what is played, the alerts that it must fire and those that may follow from them, and no others."""
+
+    play: Callable[[Stage], Awaitable[None]]
+    fires: frozenset[str] = frozenset()
+    may_fire: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return self.play.__name__
+
+
+def act(play: Callable[[Stage], Awaitable[None]], *fires: str, may: tuple[str, ...] = ()) -> Act:
+    return Act(play, frozenset(fires), frozenset(may))
+
+
+WATCHDOG = "KvopsWatchdog"
+# Consequences of trouble that already has its alert: they depend on how many requests were under way at that moment.
+BURN = ("KvopsHandoffErrorBudgetBurn", "KvopsHandoffErrorBudgetBurnSlow", "KvopsRecomputeHigh")
+# A prefill that ends just as its client leaves keeps its blocks until the lease ends, for the router has no handle yet.
+UNREAD = ("KvopsLeaseExpired", "KvopsStockLeaseExpired")
+OF_A_DEAD_PEER = (
+    *BURN,
+    *UNREAD,
+    "KvopsKvFailedRequests",
+    "KvopsHandshakeFailures",
+    "KvopsHeartbeatFailing",
+    "KvopsPeerErrors",
+    "KvopsStockTransferFailures",
+    "KvopsRouterRetriesHigh",
+    "KvopsRouterReleasesFailing",
+    "KvopsRouterErrorBudgetBurnSlow",
+    "KvopsThroughputCollapse",
+)
+SCRIPT: dict[str, tuple[Act, ...]] = {
+    "pull": (
+        act(healthy),
+        act(aborted_clients, may=UNREAD),
+        act(stranded_on_prefill, "KvopsLeaseExpired", "KvopsStockLeaseExpired"),
+        act(read_too_late, "KvopsReadAfterExpiry", "KvopsStockReadAfterExpiry", may=UNREAD),
+    ),
+    "pull-from-three": (
+        act(healthy),
+        act(slow_peer, "KvopsPeerSlow", may=("KvopsThroughputCollapse", "KvopsKvWaitHigh")),
+        act(killed_prefill, "KvopsTargetDown", "KvopsRouterEngineOut", may=OF_A_DEAD_PEER),
+    ),
+    "bidirectional": (
+        act(healthy),
+        act(aborted_clients, may=UNREAD),
+        act(readbacks_too_late, "KvopsReadbackDeclined", may=BURN),
+        act(
+            killed_decode,
+            *("KvopsTargetDown", "KvopsRouterNoEngine", "KvopsRouterEngineOut", "KvopsRouterErrorBudgetBurn"),
+            may=OF_A_DEAD_PEER,
+        ),
+    ),
+    "push": (
+        act(healthy),
+        act(aborted_clients, may=UNREAD),
+        act(
+            registrations_without_prefill,
+            *("KvopsPushRegistrationStuck", "KvopsPushTimeouts", "KvopsKvFailedRequests"),
+            may=BURN,
+        ),
+        act(
+            killed_prefill,
+            *("KvopsTargetDown", "KvopsRouterNoEngine", "KvopsRouterEngineOut", "KvopsRouterErrorBudgetBurn"),
+            may=(*OF_A_DEAD_PEER, "KvopsPushTimeouts"),
+        ),
+    ),
+}
+# Which peer is slow can be said of three or more.
+PREFILLS = {"pull-from-three": 3}
+
+
+async def play(run_dir: RunDir, acts: tuple[Act, ...], prometheus: str) -> list[str]:
+    """Play the acts and return a sentence for everything that fired and should not have, or the reverse."""
+    wrong = []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        stage = Stage(run_dir, run_dir.read_plan(), session, {})
+        for each in acts:
+            begun = time.time()
+            await each.play(stage)
+            # What an act has done may take some evaluations to fire.
+            await asyncio.sleep(4)
+            print(f"{stage.plan.mode} {each.name}, {begun:.0f} to {time.time():.0f}: {stage.outcomes}", flush=True)
+            stage.outcomes = {}
+            # From a little earlier on, to tell what began to fire from what was firing already.
+            alerts = await asyncio.to_thread(firing, prometheus, begun - 30, time.time())
+            wrong += verdict(each, begun, alerts)
+    return wrong
+
+
+def verdict(played: Act, begun: float, alerts: dict[str, list[float]]) -> list[str]:
+    """Return what is wrong: an alert that did not fire during the act, or one that began to and should not have."""
+    during = {name for name, times in alerts.items() if times[-1] >= begun}
+    new = {name for name, times in alerts.items() if began(times, begun)} - {WATCHDOG}
+    print(f"{played.name} fired: {sorted(new) or 'nothing'}", flush=True)
+    missing = [f"{played.name} should have fired {name}" for name in sorted(played.fires - during)]
+    others = new - played.fires - played.may_fire
+    return missing + [f"{played.name} should not have fired {name}" for name in sorted(others)]
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, fleet: RunDir | None = None) -> Iterator[str]:
+    """Run Prometheus over FOLDER/data, scraping ``fleet`` every second, and yield its URL."""
+    engines, routers = targets(fleet.read_plan()) if fleet else ([], [])
+    config = prometheus_config(engines, routers, interval_seconds=1, rule_files=write_quick_rules(folder / "rules"))
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config, sort_keys=False))
+    argv = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    argv += [f"--web.listen-address={address}", "--enable-feature=exemplar-storage"]
+    with (folder / "prometheus.log").open("ab") as log:
+        process = subprocess.Popen(argv, stdout=log, stderr=log)
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def targets(plan: Plan) -> tuple[list[Target], list[Target]]:
     engines = [
-        Target(f"{each.host}:{each.port}", {"role": each.role, "instance": f"{plan.mode}-{each.name}"})
+        Target(f"{each.host}:{each.port}", {"role": each.role, "instance": f"{plan.name}-{each.name}"})
         for each in plan.engines
     ]
-    return engines, [Target(f"{plan.router.host}:{plan.router.port}", {"instance": f"{plan.mode}-router"})]
+    return engines, [Target(f"{plan.router.host}:{plan.router.port}", {"instance": f"{plan.name}-router"})]
 
 
-def configure(
-    folder: Path, prometheus: subprocess.Popen[bytes], engines: list[Target], routers: list[Target], rules: list[str]
-) -> None:
-    config = prometheus_config(engines, routers, interval_seconds=2, rule_files=rules)
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config, sort_keys=False))
-    prometheus.send_signal(signal.SIGHUP)
-
-
-def run_fleet(folder: Path, mode: str, prometheus: subprocess.Popen[bytes], rules: list[str]) -> None:
-    name = f"hour-{mode}"
-    topology = folder / f"{mode}.yaml"
+@contextlib.contextmanager
+def fleet(folder: Path, scene: str) -> Iterator[RunDir]:
+    """Bring up the fleet of a scene with short lifetimes, and end it whatever happens."""
+    name, topology, mode = f"hour-{scene}", folder / f"{scene}.yaml", scene.partition("-")[0]
     kv = {"lease": LEASE_SECONDS, "decoder_ttl": TTL_SECONDS, "recompute_threshold": 64}
-    topology.write_text(yaml.safe_dump({"model": "kvops-tiny", "mode": mode, "kv": kv}))
+    settings: dict[str, Any] = {"model": "kvops-tiny", "mode": mode, "kv": kv}
+    settings |= {"prefill": {"replicas": PREFILLS.get(scene, 1)}, "decode": {"replicas": 1}}
+    topology.write_text(yaml.safe_dump(settings))
+    command = [*KVOPS, "up", "-f", str(topology), "--preset", "cpu-demo", "--name", name]
+    if mode == "push":
+        for role, argument in registration_timeout([*command, "--dry-run", "--json"]).items():
+            settings[role]["args"] = ["--kv-transfer-config", argument]
+        topology.write_text(yaml.safe_dump(settings))
     started = time.monotonic()
-    up = subprocess.run([*KVOPS, "up", "-f", str(topology), "--preset", "cpu-demo", "--name", name, "-d"], check=False)
-    print(f"{mode}: up rc {up.returncode} after {time.monotonic() - started:.0f} s", flush=True)
     try:
-        if up.returncode == 0:
-            configure(folder, prometheus, *targets(RunDir(name).read_plan()), rules)
-            time.sleep(5)
-            print(f"{mode}: outcomes {asyncio.run(play(name))}", flush=True)
+        subprocess.run([*command, "-d"], check=True)
+        print(f"{scene}: up after {time.monotonic() - started:.0f} s", flush=True)
+        yield RunDir(name)
     finally:
         subprocess.run([*KVOPS, "down", "--name", name], check=False)
-        # The next fleet takes the same ports and must not be scraped under this one's names.
-        configure(folder, prometheus, [], [], rules)
 
 
-def main(folder: Path, modes: list[str]) -> None:
+def registration_timeout(dry_run: list[str]) -> dict[str, str]:
+    """Return the connector's configuration of each role with a short ``push_registration_timeout``."""
+    plan = json.loads(subprocess.run(dry_run, check=True, capture_output=True).stdout)
+    found = {}
+    for process in plan["processes"]:
+        if "--kv-transfer-config" in process["argv"]:
+            config = json.loads(process["argv"][process["argv"].index("--kv-transfer-config") + 1])
+            config["kv_connector_extra_config"]["push_registration_timeout"] = REGISTRATION_SECONDS
+            found[process["role"]] = json.dumps(config)
+    return found
+
+
+def play_scene(folder: Path, scene: str) -> tuple[list[str], list[Answer]]:
+    """Return what fired wrongly in one scene, and the answers to every query about its acts."""
+    with fleet(folder, scene) as run_dir, prometheus(folder, run_dir) as url:
+        began = time.time()
+        time.sleep(5)
+        wrong = asyncio.run(play(run_dir, SCRIPT[scene], url))
+        return wrong, asyncio.run(check(url, window_seconds=int(time.time() - began), rate_window="10s"))
+
+
+def check_all(folder: Path) -> list[Answer]:
+    """Return the answers to every query about everything that was played in FOLDER."""
+    with prometheus(folder) as url:
+        time.sleep(5)
+        window = int(time.time() - (folder / "began").stat().st_mtime)
+        return asyncio.run(check(url, window_seconds=window, rate_window="10s"))
+
+
+def empty(answers: list[Answer]) -> list[str]:
+    return sorted({f"{each.source.removeprefix('kvops / ')}: {each.title}" for each in answers if each.state != "data"})
+
+
+def main(folder: Path, what: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "began").exists():
+        (folder / "began").touch()
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
-    rules = [str(file) for file in sorted((folder / "rules").glob("*.yaml"))]
-    (folder / "prometheus.yml").write_text(
-        yaml.safe_dump(prometheus_config([], [], interval_seconds=2, rule_files=rules))
-    )
-    prometheus = subprocess.Popen(
-        [
-            "prometheus",
-            f"--config.file={folder / 'prometheus.yml'}",
-            f"--storage.tsdb.path={folder / 'data'}",
-            "--web.listen-address=127.0.0.1:19090",
-            "--enable-feature=exemplar-storage",
-        ],
-        stdout=(folder / "prometheus.log").open("wb"),
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        for mode in modes:
-            run_fleet(folder, mode, prometheus, rules)
-    finally:
-        prometheus.send_signal(signal.SIGTERM)
-        prometheus.wait()
+    wrong, answers = ([], check_all(folder)) if what == "check" else play_scene(folder, what)
+    full = sum(each.state == "data" for each in answers)
+    print(f"{full} of {len(answers)} queries have data; without: {empty(answers)}", flush=True)
+    if what == "check":
+        wrong = [f"{name} is empty" for name in empty(answers)]
+    for sentence in wrong:
+        print(sentence, flush=True)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or ["bidirectional", "push", "pull"])
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

@@ -397,6 +397,119 @@ def one_allocator(facts: Facts) -> Finding:
     return passed("one allocator" if plugins or classes else "no allocator")
 
 
+def _warnings(facts: Facts, things: list[Object], *reasons: str) -> list[tuple[Object, str]]:
+    """Return the things that one of the reasons is reported for, each with the newest message about it."""
+    newest: dict[tuple[str, str], tuple[str, str]] = {}
+    for event in facts.kubectl(manifest.KUBECTL_WARNINGS):
+        if event.get("reason") not in reasons:
+            continue
+        about = (str(dig(event, "involvedObject", "namespace")), str(dig(event, "involvedObject", "name")))
+        seen = str(event.get("lastTimestamp") or event.get("eventTime") or "")
+        newest[about] = max(newest.get(about, ("", "")), (seen, " ".join(str(event.get("message", "")).split())))
+    keys = [(thing, (str(dig(thing, "metadata", "namespace")), _name(thing))) for thing in things]
+    return [(thing, newest[key][1]) for thing, key in keys if key in newest]
+
+
+# What a scheduler's complaint names, and what to do about each.
+_LACKS = {
+    f"Insufficient {EFA_RESOURCE}": "Run the EFA device plugin there, or free the EFAs that another pod holds",
+    f"Insufficient {HUGE_PAGES}": "Reserve 2 MiB pages (vm.nr_hugepages), then restart the kubelet",
+    f"Insufficient {GPU_RESOURCE}": "Run NVIDIA's device plugin there, or add nodes",
+    f"Insufficient {NEURON_RESOURCE}": "Run the Neuron device plugin there, or add nodes",
+    "untolerated taint": "Tolerate the taint in the pod, or take it off the nodes",
+    "pod anti-affinity rules": "Add nodes: every engine takes one of its own",
+    "node affinity/selector": "Add nodes of the instance type that the pod selects, in the zone of the others",
+    "persistentvolumeclaim": "Create the claim in the pod's namespace, in the zone of the nodes",
+}
+
+
+@check(
+    "K8S-14",
+    "Every engine pod has found a node",
+    evidence="kubectl get events: FailedScheduling of engine pods that have no node",
+    rule="FAIL if the newest event of a pod without a node says why",
+    fix="Give the cluster what the scheduler misses",
+    sources=("K8S-DEBUG",),
+    applies=(conditions.kubernetes,),
+    explained_by=("K8S-01", "K8S-03"),
+)
+def scheduled(facts: Facts) -> Finding:
+    """The scheduler names each thing that is missing, for all nodes in one line."""
+    waiting = [pod for pod in _engine_pods(facts) if not dig(pod, "spec", "nodeName")]
+    for pod, message in _warnings(facts, waiting, "FailedScheduling"):
+        fix = "; ".join(todo for lack, todo in _LACKS.items() if lack in message)
+        return failed(f"pod {_name(pod)} finds no node", message, fix)
+    if waiting:
+        return unknown(f"pod {_name(waiting[0])} has no node, and no event says why")
+    return passed("every engine pod has a node")
+
+
+@check(
+    "K8S-15",
+    "Images and volumes reach the engine pods",
+    evidence="kubectl get events: Failed, FailedMount, FailedAttachVolume of engine pods that are not ready",
+    rule="FAIL if there is one",
+    fix="Check the image's name and the pull secret; create the Secret or claim that the message names",
+    sources=("K8S-DEBUG",),
+    applies=(conditions.kubernetes,),
+)
+def provided(facts: Facts) -> Finding:
+    """Without its image or a volume a pod stays in ContainerCreating for ever."""
+    pods = [pod for pod in _engine_pods(facts) if not _is_ready(pod)]
+    for pod, message in _warnings(facts, pods, "Failed", "FailedMount", "FailedAttachVolume"):
+        return failed(f"pod {_name(pod)} lacks an image or a volume", message)
+    return passed("no engine pod waits for an image or a volume")
+
+
+def _is_ready(pod: Object) -> bool:
+    return any(row.get("type") == "Ready" and row.get("status") == "True" for row in rows(pod, "status", "conditions"))
+
+
+@check(
+    "K8S-16",
+    "No engine was killed for want of memory",
+    evidence="kubectl get pods: containerStatuses with reason OOMKilled",
+    rule="FAIL if the last end of a container was that",
+    fix="Raise the memory limit (kubernetes.memory): pages of /dev/shm and of pinned buffers count against it",
+    sources=("K8S-DEBUG",),
+    applies=(conditions.kubernetes,),
+)
+def within_memory(facts: Facts) -> Finding:
+    """The kernel kills a worker of an engine without a word in its log."""
+    for pod in _engine_pods(facts):
+        statuses = [*rows(pod, "status", "initContainerStatuses"), *rows(pod, "status", "containerStatuses")]
+        for status in statuses:
+            for state in ("state", "lastState"):
+                if dig(status, state, "terminated", "reason") == "OOMKilled":
+                    evidence = f"{status.get('name')}: OOMKilled, restarted {status.get('restartCount', 0)} times"
+                    return failed(f"pod {_name(pod)} was killed for want of memory", evidence)
+    return passed("no engine was killed for want of memory")
+
+
+@check(
+    "K8S-17",
+    "The device plugin stays up",
+    evidence="kubectl get pods: containerStatuses of *efa*device-plugin*",
+    rule="FAIL if one waits to be restarted, WARN if one was restarted three times or more",
+    fix="kubectl logs --previous of that pod; upgrade the chart, whose list of instance types may lack this one",
+    sources=("aws-efa-eks#8", "eks-charts#1245"),
+    applies=(conditions.kubernetes,),
+)
+def plugin_stays_up(facts: Facts) -> Finding:
+    """While the plugin is away the kubelet counts the node's EFAs as gone, and new pods find no place."""
+    pods = [p for p in facts.kubectl(manifest.KUBECTL_PODS) if "efa" in _name(p) and "device-plugin" in _name(p)]
+    findings = []
+    for pod in pods:
+        for status in rows(pod, "status", "containerStatuses"):
+            restarts, waits = status.get("restartCount", 0), dig(status, "state", "waiting", "reason")
+            evidence = f"{_name(pod)} on {dig(pod, 'spec', 'nodeName')}: {waits or 'running'}, {restarts} restarts"
+            if waits:
+                findings.append(failed("the EFA device plugin does not stay up", evidence))
+            elif isinstance(restarts, int) and restarts >= 3:
+                findings.append(warned("the EFA device plugin was restarted", evidence))
+    return worst(findings, passed("the EFA device plugin stays up") if pods else skipped("no device plugin pod"))
+
+
 CHECKS = (
     node_offers,
     pod_takes_all,
@@ -411,4 +524,8 @@ CHECKS = (
     not_a_netdev,
     neuron_devices,
     one_allocator,
+    scheduled,
+    provided,
+    within_memory,
+    plugin_stays_up,
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+import psutil
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -39,7 +40,6 @@ _WARNING = re.compile(
 _COUNTER_FILES = (
     "class/infiniband/*/ports/*/hw_counters/*",
     "class/infiniband/*/ports/*/counters/port_*_data",
-    "class/net/*/statistics/[rt]x_bytes",
 )
 _TROUBLE_COUNTERS = (
     "rx_drops",
@@ -125,15 +125,24 @@ def _worst(rails: list[Rail]) -> Route:
 
 def read_counters(sys: Path = SYS) -> dict[str, int]:
     """Return the counters of every RDMA and network device, named "rdma/DEVICE/COUNTER" or "net/DEVICE/COUNTER"."""
-    counters = {}
+    counters = _network_counters()
     for path in _counter_paths(sys):
-        kind, device, *_, counter = path.relative_to(sys / "class").parts
+        _, device, *_, counter = path.relative_to(sys / "class").parts
         try:
-            counters[f"{'net' if kind == 'net' else 'rdma'}/{device}/{counter}"] = int(path.read_text())
+            counters[f"rdma/{device}/{counter}"] = int(path.read_text())
         except (OSError, ValueError):
             continue
         if len(counters) >= _MOST_COUNTERS:
             break
+    return counters
+
+
+def _network_counters() -> dict[str, int]:
+    """Return the bytes of the network devices of this process's own namespace; sysfs may be mounted for another."""
+    counters = {}
+    for device, count in psutil.net_io_counters(pernic=True, nowrap=False).items():
+        counters[f"net/{device}/rx_bytes"] = count.bytes_recv
+        counters[f"net/{device}/tx_bytes"] = count.bytes_sent
     return counters
 
 

@@ -27,7 +27,7 @@ def start(engines: list[Engine]) -> Iterator[dict[str, Engine]]:
 
 @pytest.fixture(scope="module")
 def bidirectional_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
-    """Prefill and decode with our connectors, and a stock pair beside them."""
+    """Prefill and decode with our connectors, and a stock engine that plays either."""
     folder = tmp_path_factory.mktemp("bidirectional")
     extra = {
         "bidirectional_kv_xfer": True,
@@ -38,15 +38,14 @@ def bidirectional_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         [
             Engine("prefill", folder, extra=extra),
             Engine("decode", folder, extra=extra, args=STREAMED),
-            Engine("stock-prefill", folder, extra=extra, stock=True),
-            Engine("stock-decode", folder, extra=extra, stock=True),
+            Engine("stock", folder, extra=extra, stock=True),
         ]
     )
 
 
 @pytest.fixture(scope="module")
 def push_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
-    """Prefill and decode in push mode with our connectors, and two decodes that soon give up: ours and a stock one."""
+    """Prefill and decode in push mode, a decode that soon gives up, and a stock engine that plays either."""
     folder = tmp_path_factory.mktemp("push")
     extra = {"kv_lease_duration": 2 * LEASE_SECONDS, "push_registration_timeout": 90}
     hasty = {"push_registration_timeout": PUSH_TIMEOUT_SECONDS, "kvops": {"push_cancel_grace_seconds": 1}}
@@ -55,7 +54,7 @@ def push_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, E
             Engine("prefill", folder, "NixlPushConnector", "kv_producer", extra),
             Engine("decode", folder, "NixlPushConnector", "kv_consumer", extra),
             Engine("hasty-decode", folder, "NixlPushConnector", "kv_consumer", extra | hasty),
-            Engine("stock-decode", folder, "NixlPushConnector", "kv_consumer", extra | hasty, stock=True),
+            Engine("stock", folder, "NixlPushConnector", "kv_both", extra | hasty, stock=True),
         ]
     )
 
@@ -70,10 +69,10 @@ def many_ranks_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
     extra = {"bidirectional_kv_xfer": True}
     uncached = "--no-enable-prefix-caching"
     ranks = ("--data-parallel-size", "2", uncached)
-    halves = ("--tensor-parallel-size", "2", "--api-server-count", "2", uncached)
+    halves = ("--tensor-parallel-size", "2", uncached)
     yield from start(
         [
             Engine("prefill", folder, extra=extra, args=ranks, multi=True, nixl_port=0),
-            Engine("decode", folder, extra=extra, args=halves, nixl_port=0),
+            Engine("decode", folder, extra=extra, args=halves, api_servers=2, nixl_port=0),
         ]
     )

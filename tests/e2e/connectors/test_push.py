@@ -18,6 +18,7 @@ from engine_pair import (
     Engine,
     Pair,
     alone,
+    complete,
     completion,
     eventually,
     said,
@@ -49,9 +50,13 @@ def hasty(fleet: Fleet) -> Pair:
 
 @pytest.fixture(scope="module")
 def address(push_fleet: Fleet) -> dict[str, Any]:
-    """Prefill's coordinates, which a push router knows before prefill has answered."""
-    pair = Pair(push_fleet["prefill"], push_fleet["decode"])
-    first = pair.prefill_leg(tokens(40))
+    return address_of(push_fleet["prefill"])
+
+
+def address_of(prefill: Engine) -> dict[str, Any]:
+    """Return prefill's coordinates, which a push router knows before prefill has answered."""
+    first = complete(prefill, tokens(40), uuid.uuid4().hex, {"do_remote_decode": True, "do_remote_prefill": False})
+    assert first.handle is not None
     names = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "transfer_mode")
     return {name: first.handle[name] for name in names if name in first.handle}
 
@@ -138,6 +143,13 @@ def test_32_requests_at_once_all_get_their_blocks(pair: Pair, address: dict[str,
         assert pair.prefill.hold_end(answer.id).transfer.bytes == blocks(150 + number) * BLOCK_BYTES
 
 
+def test_stock_prefill_writes_to_our_decode(fleet: Fleet):
+    pair, prompt = Pair(fleet["stock"], fleet["decode"]), tokens(300)
+    answer = together(pair, address_of(pair.prefill), prompt)
+    assert answer.token_ids == alone(pair.decode, prompt)
+    assert pair.decode.record(answer.id).tokens.remote == 299
+
+
 # Registrations that nobody fulfils.
 
 
@@ -156,6 +168,17 @@ def test_a_registration_that_nobody_fulfils_fails_its_request_and_frees_its_bloc
     assert hasty.prefill.hold_end(request_id, 2 * LEASE_SECONDS + 10).hold.ended_by == "expired"
 
 
+def test_stock_prefill_does_not_write_for_a_registration_that_was_taken_back(fleet: Fleet):
+    pair, prompt, request_id = Pair(fleet["stock"], fleet["hasty-decode"]), tokens(300), uuid.uuid4().hex
+    written = "vllm:nixl_bytes_transferred_sum"
+    before = pair.prefill.metrics().total(written)
+    given_up = pair.decode_leg(prompt, registration(address_of(pair.prefill), request_id), request_id)
+    assert given_up.status == 500
+    assert pair.prefill_leg(prompt, request_id=request_id).status == 200
+    assert eventually(lambda: pair.prefill.kv_usage() == 0, 2 * LEASE_SECONDS + 10)
+    assert pair.prefill.metrics().total(written) == before
+
+
 def test_a_client_that_hangs_up_while_decode_waits_leaves_no_blocks(hasty: Pair, address: dict[str, Any]):
     request_id = uuid.uuid4().hex
     params = said(registration(address, request_id), request_id, 1)
@@ -172,7 +195,7 @@ def test_a_client_that_hangs_up_while_decode_waits_leaves_no_blocks(hasty: Pair,
 
 def test_a_write_whose_handshake_failed_is_begun_again(fleet: Fleet, address: dict[str, Any]):
     """Decode, which prefill meets for the first time, answers its handshake only after vLLM's 5 seconds."""
-    pair = Pair(fleet["prefill"], fleet["stock-decode"])
+    pair = Pair(fleet["prefill"], fleet["stock"])
     request_id, prompt = uuid.uuid4().hex, tokens(300)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pair.decode_leg, prompt, registration(address, request_id), request_id)
@@ -187,7 +210,7 @@ def test_a_write_whose_handshake_failed_is_begun_again(fleet: Fleet, address: di
 
 
 def test_stock_decode_waits_for_ever(fleet: Fleet, address: dict[str, Any]):
-    decode = fleet["stock-decode"]
+    decode = fleet["stock"]
     body = completion(tokens(300), registration(address, "nobody"), 8)
     with pytest.raises(TimeoutError), decode.hasty("/v1/completions", body, seconds=PUSH_TIMEOUT_SECONDS * 2):
         pass

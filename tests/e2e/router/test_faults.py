@@ -37,7 +37,7 @@ SCRIPTED_ENGINES_ONLY = {
     20: "one rank on the CPU",
 }
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
-SOON_SECONDS = 20
+SOON_SECONDS = 60
 _covered: set[int] = set()
 
 
@@ -113,6 +113,7 @@ MALFORMED: dict[str, Any] = {
     "a hot temperature": {"prompt": "a", "temperature": -1},
     "options without stream": {"prompt": "a", "stream_options": {"include_usage": True}},
     "stream in words": {"prompt": "a", "stream": "maybe"},
+    "a stream in other words": {"prompt": "a", "stream": "yes"},
     "another model": {"prompt": "a", "model": "gpt-0"},
     "a broken schema": {"prompt": "a", "structured_outputs": {"json": "{"}},
     "a broken regex": {"prompt": "a", "structured_outputs": {"regex": "("}},
@@ -131,8 +132,9 @@ async def test_malformed_input_is_answered_and_hurts_no_engine(fleet: LooseFleet
             async with client.post(
                 fleet.process("router").url + path, data=content, headers={"Content-Type": "application/json"}
             ) as answer:
-                assert answer.status in (200, 400, 404), await answer.text()
-                assert ("choices" if answer.status == 200 else "error") in await answer.json()
+                text = await answer.text()
+                assert answer.status in (200, 400, 404), text
+                assert ('"choices"' if answer.status == 200 else '"error"') in text
 
 
 @row(1)

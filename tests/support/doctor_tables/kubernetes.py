@@ -15,6 +15,7 @@ from doctor_cases import (
     neuron_cluster,
     pod,
     set_kubernetes,
+    warning,
 )
 from doctor_hosts import limits
 
@@ -79,6 +80,44 @@ def know_no_cluster(scene: Scene) -> None:
     scene.host.command("kubectl get nodes -o json", "", "The connection to the server localhost:8080 was refused\n", 1)
 
 
+def lose_node(*events: dict[str, object]):
+    """decode-0 is pending, and the events say why."""
+
+    def change(scene: Scene) -> None:
+        edit_objects(
+            scene.host, "pods", '"nodeName": "node-a", "containers": [{"name": "vllm"', '"containers": [{"name": "vllm"'
+        )
+        set_kubernetes(scene.host, events=list(events))
+
+    return change
+
+
+def report(reason: str, message: str, pod_name: str = "decode-0"):
+    return lambda scene: set_kubernetes(scene.host, events=[warning(reason, pod_name, message)])
+
+
+def kill_for_memory(scene: Scene) -> None:
+    ended = '{"reason": "OOMKilled", "exitCode": 137}'
+    status = f'"status": {{"containerStatuses": [{{"name": "vllm", "restartCount": 4, "state": {{"running": {{}}}}, "lastState": {{"terminated": {ended}}}}}]}}'
+    edit_objects(
+        scene.host, "pods", '{"metadata": {"name": "decode-0"', "{" + status + ', "metadata": {"name": "decode-0"'
+    )
+
+
+# As the scheduler and the kubelet write them.
+LACKS_EFA = (
+    "0/6 nodes are available: 2 Insufficient vpc.amazonaws.com/efa, 4 node(s) didn't match Pod's node affinity/selector. "
+    "preemption: 0/6 nodes are available: 2 No preemption victims found for incoming pod, 4 Preemption is not helpful for "
+    "scheduling."
+)
+LACKS_PAGES = LACKS_EFA.replace("vpc.amazonaws.com/efa", "hugepages-2Mi")
+NO_IMAGE = (
+    'Failed to pull image "registry.example/vllm:0.32.0": rpc error: code = NotFound desc = failed to pull and unpack image '
+    '"registry.example/vllm:0.32.0": failed to resolve reference: registry.example/vllm:0.32.0: not found'
+)
+NO_SECRET = 'MountVolume.SetUp failed for volume "token" : secret "huggingface" not found'
+
+
 CASES = (
     Case("K8S-01", FAIL, "offers no EFA", edit("nodes", f'"{EFA}": "16"', f'"{EFA}": "0"')),
     Case("K8S-01", WARN, "8 of 16", edit("nodes", f'"{EFA}": "16"', f'"{EFA}": "8"')),
@@ -108,6 +147,21 @@ CASES = (
         "K8S-12", FAIL, "8 of 16 Neuron", edit("pods", '"aws.amazon.com/neuron": "16"', '"aws.amazon.com/neuron": "8"')
     ),
     Case("K8S-13", WARN, "both", lambda s: set_kubernetes(s.host, deviceclasses=[{"metadata": {"name": "efa.aws"}}])),
+    Case("K8S-14", FAIL, "decode-0 finds no node", lose_node(warning("FailedScheduling", "decode-0", LACKS_EFA))),
+    Case("K8S-14", FAIL, "decode-0 finds no node", lose_node(warning("FailedScheduling", "decode-0", LACKS_PAGES))),
+    Case("K8S-14", UNKNOWN, "no event says why", lose_node(warning("FailedScheduling", "prefill-1", LACKS_EFA))),
+    Case("K8S-14", PASS, "has a node", report("FailedScheduling", LACKS_EFA)),
+    Case("K8S-15", FAIL, "lacks an image or a volume", report("Failed", NO_IMAGE)),
+    Case("K8S-15", FAIL, "lacks an image or a volume", report("FailedMount", NO_SECRET, "prefill-0")),
+    Case("K8S-15", PASS, "no engine pod waits", report("FailedMount", NO_SECRET, "grafana-0")),
+    Case("K8S-16", FAIL, "killed for want of memory", kill_for_memory),
+    Case("K8S-17", WARN, "was restarted", edit("pods", '"restartCount": 1', '"restartCount": 7')),
+    Case(
+        "K8S-17",
+        FAIL,
+        "does not stay up",
+        edit("pods", '{"running": {}}', '{"waiting": {"reason": "CrashLoopBackOff"}}'),
+    ),
 )
 
 PODS = ("kubectl get pods",)
@@ -126,4 +180,8 @@ GONE = {
     "K8S-11": ENVIRON,
     "K8S-12": PODS,
     "K8S-13": ("kubectl get daemonsets",),
+    "K8S-14": PODS,
+    "K8S-15": ("kubectl get events",),
+    "K8S-16": PODS,
+    "K8S-17": PODS,
 }

@@ -135,6 +135,28 @@ def test_doctor_fails_a_node_that_offers_no_efa(cluster: Cluster) -> None:
     assert (result.exit_code, states["K8S-01"]) == (1, "fail")
 
 
+def test_doctor_turns_the_schedulers_complaint_into_what_to_do(cluster: Cluster) -> None:
+    waiting = pod("decode-0", "decode", phase="Pending")
+    del waiting["spec"]["nodeName"]
+    limits = {"vpc.amazonaws.com/efa": "16", "hugepages-2Mi": "5120Mi", "nvidia.com/gpu": "8"}
+    waiting["spec"]["containers"][0] |= {"image": "vllm", "resources": {"limits": limits}}
+    message = (
+        "0/2 nodes are available: 1 Insufficient vpc.amazonaws.com/efa, 1 node(s) had untolerated taint {spot: true}."
+    )
+    about = {"kind": "Pod", "name": "decode-0", "namespace": "kvops"}
+    seen = "2026-11-30T08:12:41Z"
+    event = {"type": "Warning", "reason": "FailedScheduling", "message": message, "involvedObject": about}
+    old = event | {"message": "0/0 nodes are available.", "lastTimestamp": "2026-11-30T07:00:00Z"}
+    cluster.give("pods", [waiting])
+    cluster.give("daemonsets", [])
+    cluster.give("events", [event | {"lastTimestamp": seen}, old])
+    rows = {row["id"]: row for row in json.loads(kvops("doctor", "--kubernetes", "--json").output)["findings"]}
+    found = rows["K8S-14"]
+    assert (found["state"], found["evidence"]) == ("fail", message)
+    assert "Run the EFA device plugin there" in found["fix"]
+    assert "Tolerate the taint" in found["fix"]
+
+
 def test_doctor_says_that_a_cluster_does_not_answer(cluster: Cluster) -> None:
     (cluster.folder / "nodes.json").unlink()
     result = kvops("doctor", "--kubernetes")
@@ -167,6 +189,26 @@ def test_journals_come_redacted_and_keep_the_ids_by_which_they_join(cluster: Clu
     }  # fmt: skip
     written = json.loads((out / "prefill-0.prefill-0.dp0.jsonl").read_text())
     assert written == line | {"transfer": {"peer": "<ip-1>:5600"}, "error": "cannot reach <ip-1>"}
+
+
+def test_trace_reads_what_collect_brought(cluster: Cluster, tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "fixtures" / "journals"
+    pods = {"prefill-0": "prefill", "decode-0": "decode", "router-7d9f": "router"}
+    cluster.give("pods", [pod(name, role, **READY) for name, role in pods.items()])
+    for name, role in pods.items():
+        file = next(folder.glob(f"{role}*.jsonl"))
+        cluster.give_journal(name, f"./{file.name}", file.read_bytes())
+    out = tmp_path / "out"
+    assert kvops("collect", "--kubernetes", "-o", str(out)).exit_code == 0
+    assert "10.213." not in "".join(path.read_text() for path in out.iterdir())
+    result = kvops("trace", "--journal", str(out), "--slowest", "1", "--json")
+    assert result.exit_code == 0, result.output
+    (request,) = json.loads(result.output)
+    assert [(span["who"], span["what"]) for span in request["spans"]] == [
+        ("prefill-0", "queue"), ("prefill-0", "prefill"),
+        ("decode-0", "queue"), ("decode-0", "wait for KV"), ("decode-0", "decode"),
+    ]  # fmt: skip
+    assert request["router"]["status"] == 200
 
 
 def test_a_pod_cannot_write_outside_of_the_folder(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import io
+
 from click.testing import CliRunner
+from rich.console import Console
 
 from kvops.cli.main import main
-from kvops.cli.top import row_of, table_of
+from kvops.cli.top import Row, row_of, table_of
 from kvops.metrics_text import Samples
 
 LABELS = 'engine="0",model_name="m"'
@@ -59,6 +62,16 @@ def test_a_restarted_engine_shows_no_negative_rate() -> None:
 
 def test_a_silent_engine_is_named() -> None:
     assert "decode-1" in str(table_of([], ["decode-1"]).caption)
+
+
+def test_no_figure_is_cut_on_80_columns() -> None:
+    row = Row("10.0.12.131:8200", 999, 999, 1.0, 9999, 152_340.0, 152_340.0, 12_345.0, 12.4e9, 0.999, 12.0, 999)
+    screen = io.StringIO()
+    Console(width=80, file=screen).print(table_of([row], []))
+    header, line, *rest = [" ".join(text.split()) for text in screen.getvalue().splitlines()]
+    assert header == "engine run wait KV held in/s by KV out/s KV/s KV wait oldest bad"
+    assert line == "10.0.12.131:8200 999 999 100% 9999 152k 100% 12k 12.4 GB 999 ms 12 s 999"
+    assert rest == []
 
 
 def test_without_a_fleet_it_says_what_to_do() -> None:

@@ -167,6 +167,17 @@ def test_a_load_that_fails_without_a_word_has_an_unknown_reason(make, journal):
     assert journal.lines[0].error == "unknown"
 
 
+def test_tokens_of_another_connector_are_found_and_not_computed(make, journal):
+    ours, one = make("pull"), request(dict(PREFILL))
+    ours.arrived(one)
+    ours.matched(one, 64, 0)
+    one.prefill_stats = SimpleNamespace(num_local_cached_tokens=64, num_external_cached_tokens=96)
+    ours.allocated(one, 0)
+    end(ours, one)
+    spent = journal.lines[0].tokens
+    assert (spent.local_hit, spent.remote, spent.recomputed) == (160, 0, {"new_tokens": 40})
+
+
 def test_a_peer_has_a_series_for_its_failures_before_the_first_one(make):
     ours, one = make("pull"), request(dict(LOAD))
     load(ours, one)

@@ -25,6 +25,7 @@ VLLM = {
     "nixl_num_kv_expired_reqs_total",
     "nixl_num_notifications_after_expiry_total",
     "nixl_xfer_time_seconds",
+    "time_to_first_token_seconds",
 }
 # Names that look like metrics and are modules.
 NOT_METRICS = {"kvops_connectors", "kvops_dashboards"}
@@ -65,7 +66,7 @@ def test_every_metric_named_is_in_the_catalogue(place):
 
 @pytest.mark.parametrize("place", [place for place in texts() if place.startswith(("rules/", "runbooks/"))])
 def test_every_vllm_metric_named_is_one_that_vllm_has(place):
-    named = set(re.findall(r"\bvllm[:_]((?:num|prompt|nixl|kv|request|external)_\w+)", texts()[place]))
+    named = set(re.findall(r"\bvllm[:_]((?:num|prompt|nixl|kv|request|external|time)_\w+)", texts()[place]))
     assert {re.sub("_(bucket|sum|count)$", "", name) for name in named} <= VLLM
 
 

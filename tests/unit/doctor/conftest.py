@@ -1,4 +1,7 @@
-"""Hypothesis without time limits: a loaded machine is slow, not wrong. ``--hypothesis-profile=long`` fuzzes for minutes."""
+"""Hypothesis without time limits: a loaded machine is slow, not wrong.
+
+``--hypothesis-profile=long --timeout=0`` fuzzes for minutes, with DOCTOR_EXAMPLES inputs to each parser.
+"""
 
 from __future__ import annotations
 

@@ -228,8 +228,8 @@ class TestCatalogue:
         page = Path(__file__).parents[3] / "docs" / "checks.md"
         assert page.read_text("utf-8") == markdown(), "run: kvops doctor --list --markdown > docs/checks.md"
 
-    def test_there_are_147_checks_with_ids_of_their_own(self) -> None:
-        assert len(CHECKS) == len(BY_ID) == 147
+    def test_there_are_151_checks_with_ids_of_their_own(self) -> None:
+        assert len(CHECKS) == len(BY_ID) == 151
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.id)
     def test_a_check_says_everything(self, check: Check) -> None:

@@ -122,6 +122,14 @@ def test_the_legs_id_is_what_vllm_was_given(base_id: str) -> None:
     assert legs_of(prefill_line(request=RequestIds("x", base_id))) == {LEG}
 
 
+@pytest.mark.parametrize(
+    ("handle", "said"), [("late", "the blocks' time on decode is over"), ("hit", "prefill may read the turn before")]
+)
+def test_it_says_why_there_was_no_reading_back(tmp_path: Path, handle: str, said: str) -> None:
+    write(tmp_path, all=[router_line(handle=handle)])
+    assert said in " ".join(trace(LEG, "--journal", str(tmp_path)).output.split())
+
+
 def test_a_few_characters_are_no_id(journal: Path) -> None:
     assert find_by_id(Lines(journal), LEG[:4]) == []
 

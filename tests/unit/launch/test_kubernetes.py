@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -14,34 +17,41 @@ from kvops.launch.kubernetes import render
 from kvops.topology import load_topology
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "render"
+CRDS = FIXTURES.parent / "crds"
 FLEETS = ("p5en-1p1d", "p5en-2p2d", "trn2-1p1d", "p6-b200-two-nodes", "cpu-demo")
 CUSTOM = {"LeaderWorkerSet", "PodMonitor", "PrometheusRule"}
 # What they hold is generated and tested by its own package.
-SHIPPED = ("41-rules.yaml", "42-dashboards.yaml")
-# Of the custom resources, the keys that their reference pages name for what is rendered; nothing else may appear:
-# https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1/ and
-# https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1.PodMonitor
-KEYS = {
-    "LeaderWorkerSet": {
-        "spec": {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"},
-        "spec.leaderWorkerTemplate": {"leaderTemplate", "workerTemplate", "size", "restartPolicy"},
-    },
-    "PodMonitor": {
-        "spec": {"selector", "podMetricsEndpoints", "namespaceSelector", "jobLabel", "podTargetLabels"},
-        "spec.podMetricsEndpoints.0": {"port", "path", "interval", "relabelings", "metricRelabelings"},
-        "spec.podMetricsEndpoints.0.relabelings.0": {"sourceLabels", "targetLabel", "replacement", "regex", "action"},
-    },
-    "PrometheusRule": {
-        "spec": {"groups"},
-        "spec.groups.0": {"name", "interval", "rules", "limit", "labels"},
-        "spec.groups.0.rules.0": {"alert", "record", "expr", "for", "keep_firing_for", "labels", "annotations"},
-    },
-}
+SHIPPED = "40-"
+
+
+def strict(schema: Any) -> Any:
+    """Return the schema with unknown keys refused wherever it names keys, as the API server's strict validation does."""
+    if isinstance(schema, dict):
+        closed = {key: strict(value) for key, value in schema.items()}
+        return {"additionalProperties": False} | closed if isinstance(schema.get("properties"), dict) else closed
+    return schema
+
+
+def check_custom(manifest: dict[str, Any]) -> None:
+    schema = strict(yaml.safe_load((CRDS / f"{manifest['kind'].lower()}.yaml").read_text()))
+    jsonschema.validate(manifest, schema)
+
+
+@cache
+def rendered(fleet: str) -> dict[str, str]:
+    return render(load_topology(FIXTURES / f"{fleet}.yaml"))
+
+
+@cache
+def parsed(fleet: str) -> str:
+    # libyaml: in Python alone the dashboards take seconds.
+    texts = rendered(fleet).values()
+    return json.dumps([manifest for text in texts for manifest in yaml.load_all(text, yaml.CSafeLoader)])
 
 
 def manifests(fleet: str) -> list[dict[str, Any]]:
-    files = render(load_topology(FIXTURES / f"{fleet}.yaml"))
-    return [manifest for text in files.values() for manifest in yaml.safe_load_all(text)]
+    loaded: list[dict[str, Any]] = json.loads(parsed(fleet))
+    return loaded
 
 
 def pod_templates(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -59,13 +69,6 @@ def pods(fleet: str) -> list[dict[str, Any]]:
 
 def containers(fleet: str) -> list[dict[str, Any]]:
     return [c for pod in pods(fleet) for c in (*pod.get("initContainers", ()), *pod["containers"])]
-
-
-def at(manifest: dict[str, Any], path: str) -> Any:
-    value: Any = manifest
-    for part in path.split("."):
-        value = value[int(part) if part.isdigit() else part]
-    return value
 
 
 def find(fleet: str, kind: str, name: str) -> dict[str, Any]:
@@ -91,23 +94,57 @@ def test_the_schema_check_finds_a_misspelt_key() -> None:
 
 
 @pytest.mark.parametrize("fleet", FLEETS)
-def test_custom_resources_use_only_the_keys_of_their_reference(fleet: str) -> None:
+def test_custom_resources_fit_the_schemas_of_their_crds(fleet: str) -> None:
     for manifest in manifests(fleet):
-        for path, keys in KEYS.get(manifest["kind"], {}).items():
-            assert set(at(manifest, path)) <= keys
+        if manifest["kind"] in CUSTOM:
+            check_custom(manifest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        ("LeaderWorkerSet", "prefill", {"restartPolicy": "RecreateGroupOnPodRestart"}),
+        ("LeaderWorkerSet", "decode", {"leaderWorkerTemplate": {"size": "2"}}),
+        ("PodMonitor", "kvops-engines", {"podMetricsEndpoint": []}),
+        ("PodMonitor", "kvops-router", {"podMetricsEndpoints": [{"interval": "soon"}]}),
+        ("PrometheusRule", "kvops", {"groups": [{"rules": []}]}),
+    ],
+)
+def test_the_check_of_custom_resources_finds_what_is_wrong(kind: str, name: str, change: dict[str, Any]) -> None:
+    wrong = find("p6-b200-two-nodes", kind, name)
+    wrong["spec"] |= change
+    with pytest.raises(jsonschema.ValidationError):
+        check_custom(wrong)
 
 
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_the_same_topology_gives_the_committed_bytes(fleet: str) -> None:
-    files = render(load_topology(FIXTURES / f"{fleet}.yaml"))
-    text = "".join(text for name, text in files.items() if name not in SHIPPED)
+    text = "".join(text for name, text in rendered(fleet).items() if not name.startswith(SHIPPED))
     assert text == (FIXTURES / f"{fleet}.kubernetes.yaml").read_text()
+
+
+def chooses(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    assert all(each["operator"] == "In" for each in selector["matchExpressions"])
+    return all(labels.get(key) == value for key, value in selector["matchLabels"].items()) and all(
+        labels.get(each["key"]) in each["values"] for each in selector["matchExpressions"]
+    )
+
+
+def test_one_monitor_of_the_dashboards_chooses_each_pod_and_names_a_port_that_it_has() -> None:
+    monitors = [m["spec"] for m in manifests("p6-b200-two-nodes") if m["kind"] == "PodMonitor"]
+    for manifest in manifests("p6-b200-two-nodes"):
+        for template in pod_templates(manifest):
+            (monitor,) = [m for m in monitors if chooses(m["selector"], template["metadata"]["labels"])]
+            ports = [port["name"] for c in template["spec"]["containers"] for port in c.get("ports", ())]
+            # The ranks behind an engine's first node have no port, so no monitor asks them.
+            headless = template["spec"]["containers"][0].get("args") == ["--headless"]
+            assert (monitor["podMetricsEndpoints"][0]["port"] in ports) is not headless
 
 
 def test_rules_and_dashboards_come_as_the_operator_and_grafana_take_them() -> None:
     kinds = [manifest["kind"] for manifest in manifests("cpu-demo")]
     assert kinds.count("PrometheusRule") >= 1
-    boards = [m for m in manifests("cpu-demo") if m["metadata"]["labels"].get("grafana_dashboard") == "1"]
+    boards = [m for m in manifests("cpu-demo") if m["metadata"].get("labels", {}).get("grafana_dashboard") == "1"]
     assert all("panels" in text for board in boards for text in board["data"].values())
     assert boards
 
@@ -184,6 +221,15 @@ def test_an_engine_over_two_nodes_is_a_leader_worker_set_whose_leader_alone_is_r
     assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
 
 
+def test_every_rank_of_an_engine_has_a_side_channel_port_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "kvops.yaml"
+    file.write_text("preset: p5en\ndecode: {data_parallel: 4, tensor_parallel: 1}\nkubernetes: {image: x}\n")
+    text = render(load_topology(file))["10-decode.yaml"]
+    (workload,) = [m for m in yaml.safe_load_all(text) if m["kind"] == "StatefulSet"]
+    ports = workload["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert [port["containerPort"] for port in ports] == [8100, 5600, 5601, 5602, 5603]
+
+
 def test_prefill_and_decode_are_kept_on_different_nodes_of_one_zone() -> None:
     affinity = find("p5en-2p2d", "StatefulSet", "prefill")["spec"]["template"]["spec"]["affinity"]
     key = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -199,6 +245,21 @@ def test_the_router_follows_the_headless_services() -> None:
     for role in ("prefill", "decode"):
         assert f"--{role} dns+http://{role}.kvops.svc:8100" in command
         assert find("p5en-2p2d", "Service", role)["spec"]["clusterIP"] == "None"
+
+
+def test_engines_in_an_image_without_kvops_get_it_from_one_that_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "kvops.yaml"
+    file.write_text("preset: p5en\nkubernetes: {image: vllm, kvops_image: kvops}\n")
+    rendered = [m for text in render(load_topology(file)).values() for m in yaml.load_all(text, yaml.CSafeLoader)]
+    pods = {m["metadata"]["name"]: t["spec"] for m in rendered for t in pod_templates(m)}
+    assert pods["router"]["containers"][0]["image"] == "kvops"
+    for role in ("prefill", "decode"):
+        deliver, doctor = pods[role]["initContainers"]
+        assert (deliver["image"], deliver["command"][2:]) == ("kvops", ["kvops.launch.deliver", "/kvops"])
+        for container in (doctor, *pods[role]["containers"]):
+            assert container["image"] == "vllm"
+            assert {"name": "PYTHONPATH", "value": "/kvops"} in container["env"]
+            assert {"name": "kvops", "mountPath": "/kvops", "readOnly": True} in container["volumeMounts"]
 
 
 def test_an_engine_may_drain_until_its_pod_is_killed() -> None:

@@ -146,13 +146,12 @@ async def test_decode_learns_what_it_needs_for_heartbeats_and_the_handover_is_me
 @row(7)
 async def test_push_sends_prefill_nothing_while_decode_has_no_room(start):
     setup = await start("push", limits=Limits(in_flight=1))
-    setup.router.decode.endpoints[0].in_flight += 1
+    (decode,) = setup.router.decode.endpoints
+    setup.router.decode.begin(decode)
     request = asyncio.ensure_future(setup.ask().__aenter__())
     await wait_until(lambda: setup.router.decode.waiters == 1)
     assert setup.prefill[0].calls == []
-    setup.router.decode.endpoints[0].in_flight -= 1
-    with setup.router.decode.busy(setup.router.decode.endpoints[0]):
-        pass
+    setup.router.decode.end(decode)
     assert (await request).status == 200
 
 

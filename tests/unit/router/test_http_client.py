@@ -61,7 +61,7 @@ def saying(*parts: bytes) -> Answer:
 
 
 async def post(client: HttpClient, url: str, content: bytes = b"{}") -> Response:
-    return await client.post(url, "/v1/completions", {"Authorization": "Bearer k"}, Body(content))
+    return await client.post(url, "/v1/completions", {"Authorization": "Bearer k"}, Body(content), 30)
 
 
 async def test_a_request_is_sent_whole(client: HttpClient, serve: Serve) -> None:
@@ -194,7 +194,7 @@ async def test_an_answer_that_is_not_whole_is_told_from_one_that_is(
 async def test_nobody_there_is_no_connection_and_nothing_is_sent(client: HttpClient) -> None:
     body = Body(b"{}")
     with pytest.raises(ConnectError):
-        await client.post("http://127.0.0.1:1", "/", {}, body)
+        await client.post("http://127.0.0.1:1", "/", {}, body, 30)
     assert not body.began
 
 

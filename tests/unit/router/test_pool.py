@@ -125,28 +125,30 @@ def test_no_engine_at_all_is_a_503() -> None:
 
 async def test_who_finds_no_room_waits_for_the_end_of_a_request() -> None:
     pool = make_pool(1, in_flight=1)
-    with pool.busy(pool.choose()):
-        waiting = asyncio.create_task(pool.take(wait_seconds=30))
-        await asyncio.sleep(0)
-        assert pool.waiters == 1
+    pool.begin(pool.endpoints[0])
+    waiting = asyncio.create_task(pool.take(wait_seconds=30))
+    await asyncio.sleep(0)
+    assert pool.waiters == 1
+    pool.end(pool.endpoints[0])
     assert await waiting is pool.endpoints[0]
     assert pool.waiters == 0
 
 
 async def test_a_full_queue_is_a_429() -> None:
     pool = make_pool(1, in_flight=1, queued=1)
-    with pool.busy(pool.choose()):
-        waiting = asyncio.create_task(pool.take(wait_seconds=30))
-        await asyncio.sleep(0)
-        with pytest.raises(RouterError, match="as many requests as it takes") as error:
-            await pool.take(wait_seconds=30)
-        waiting.cancel()
+    pool.begin(pool.endpoints[0])
+    waiting = asyncio.create_task(pool.take(wait_seconds=30))
+    await asyncio.sleep(0)
+    with pytest.raises(RouterError, match="as many requests as it takes") as error:
+        await pool.take(wait_seconds=30)
+    waiting.cancel()
     assert error.value.status == 429
 
 
 async def test_who_waits_too_long_gets_a_429() -> None:
     pool = make_pool(1, in_flight=1)
-    with pool.busy(pool.choose()), pytest.raises(RouterError) as error:
+    pool.begin(pool.endpoints[0])
+    with pytest.raises(RouterError) as error:
         await pool.take(wait_seconds=0.01)
     assert error.value.status == 429
 

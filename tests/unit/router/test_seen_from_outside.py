@@ -66,19 +66,35 @@ async def test_metrics_are_those_of_the_catalogue(start, port):
         families = list(text_string_to_metric_families(await answer.text()))
     names = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
     declared = {name for name, metric in CATALOGUE.items() if metric.source == "router"}
-    assert {name for name in names if not name.endswith("_created")} == declared
+    assert names == declared
+
+
+async def readiness(setup):
+    async with setup.client.get(setup.url + "/readyz") as answer:
+        return answer.status, (await answer.json())["engines"]
 
 
 async def test_ready_means_that_both_roles_have_an_engine(start):
     setup = await start("pull")
-    async with setup.client.get(setup.url + "/readyz") as answer:
-        assert (answer.status, (await answer.json())["engines"]) == (200, {"prefill": 1, "decode": 1})
+    decode = setup.router.decode.endpoints[0]
+    await wait_until(lambda: decode.has_answered and setup.router.prefill.endpoints[0].has_answered)
+    assert await readiness(setup) == (200, {"prefill": 1, "decode": 1})
     setup.decode[0].healthy = False
-    await wait_until(lambda: setup.router.decode.endpoints[0].state == "down")
-    async with setup.client.get(setup.url + "/readyz") as answer:
-        assert answer.status == 503
+    await wait_until(lambda: decode.state == "down")
+    assert await readiness(setup) == (503, {"prefill": 1, "decode": 0})
     async with setup.client.get(setup.url + "/healthz") as answer:
         assert answer.status == 200
+
+
+async def test_nobody_is_told_that_the_router_is_ready_before_the_engines_have_answered(start):
+    setup = await start("pull", probe_seconds=3600.0)
+    for pool in (setup.router.prefill, setup.router.decode):
+        pool.endpoints[0].has_answered = False
+    assert await readiness(setup) == (503, {"prefill": 0, "decode": 0})
+    # A request is tried all the same, and its answers are as good as a probe's.
+    async with setup.ask() as answer:
+        assert answer.status == 200
+    assert await readiness(setup) == (200, {"prefill": 1, "decode": 1})
 
 
 async def test_an_engine_that_is_back_serves_again(start):
