@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvops.bench.results import RequestResult
-from kvops.router.http_client import Body, BrokenOffError, ConnectError, HttpClient
+from kvops.router.http_client import Body, BrokenOffError, ConnectError, HttpClient, LateError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,9 +139,8 @@ class Client:
         answer, error = Answer(), None
         sent = time.monotonic()
         try:
-            async with asyncio.timeout(_TIMEOUT_SECONDS):
-                await self._exchange(ask, body, answer)
-        except TimeoutError:
+            await self._exchange(ask, body, answer)
+        except LateError:
             error = f"no end within {_TIMEOUT_SECONDS:g} s"
         except (ConnectError, BrokenOffError, _WrongAnswerError, msgspec.DecodeError) as problem:
             error = f"{type(problem).__name__.strip('_')}: {problem}"[:_ERROR_CHARACTERS]
@@ -152,7 +150,7 @@ class Client:
         headers = {"Content-Type": "application/json", "X-Request-Id": ask.request_id, **self._headers}
         if ask.send_conversation and ask.conversation:
             headers["X-Conversation-ID"] = ask.conversation
-        response = await self._http.post(self._url, "/v1/completions", headers, Body(body))
+        response = await self._http.post(self._url, "/v1/completions", headers, Body(body), _TIMEOUT_SECONDS)
         try:
             if response.status != 200:
                 text = (await response.read()).decode(errors="replace")
