@@ -15,18 +15,22 @@ if TYPE_CHECKING:
     from kvops.journal.legs import Leg
     from kvops.journal.tables import Journal
 
-PHASES = ("queue", "handshake", "post", "data", "other")
+PHASES = ("queue", "prefill", "handshake", "post", "data", "other")
 # With fewer a 99th percentile is not between two of the values but beyond them.
 _FEWEST_FOR_P99 = 100
 
+# A pushed request waits on decode while prefill still computes.
 WAITS = """
     SELECT r.direction, r.mode, r.prompt, r.remote, r.allocated - r.arrived AS queue,
+           greatest(0, coalesce(p.prefilled, r.allocated) - r.allocated) AS prefill,
            coalesce(r.handshake, h.handshake, 0) AS handshake, coalesce(r.post, h.post) AS post,
            coalesce(r.wire, h.wire) AS wire, r.loaded - r.allocated AS wait,
            coalesce(nullif(r.bytes, 0), h.bytes) AS bytes,
            coalesce(nullif(r.descriptors, 0), h.descriptors) AS descriptors,
            coalesce(nullif(r.transfers, 0), h.transfers) AS transfers
     FROM requests r LEFT JOIN holds h ON r.mode = 'push' AND h.mode = 'push' AND h.leg = r.leg AND h.holder = 'prefill'
+    LEFT JOIN (SELECT leg, max(finished) AS prefilled FROM requests WHERE mode = 'push' AND role = 'prefill' GROUP BY 1) p
+    ON p.leg = r.leg
     WHERE r.direction IS NOT NULL AND r.loaded IS NOT NULL"""
 
 
@@ -259,8 +263,8 @@ def phase_seconds(waits: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """
     wire, post = np.nan_to_num(waits["wire"]), np.nan_to_num(waits["post"])
     data = np.maximum(wire - post, 0)
-    other = np.maximum(waits["wait"] - waits["handshake"] - post - data, 0)
-    values = (waits["queue"], waits["handshake"], post, data, other)
+    other = np.maximum(waits["wait"] - waits["prefill"] - waits["handshake"] - post - data, 0)
+    values = (waits["queue"], waits["prefill"], waits["handshake"], post, data, other)
     return dict(zip(PHASES, values, strict=True))
 
 

@@ -25,7 +25,8 @@ _STYLE = """
 body { margin: 0 auto; max-width: 1360px; padding: 1rem; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 1rem }
+.plots { margin-top: 1rem; display: grid;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 1rem }
 figure { margin: 0; padding: .75rem; background: var(--card); border: 1px solid var(--line); border-radius: 6px;
   align-self: start }
 figcaption { font-weight: 600; margin-bottom: .25rem }
