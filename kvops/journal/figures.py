@@ -29,8 +29,8 @@ WAITS = """
            coalesce(nullif(r.descriptors, 0), h.descriptors) AS descriptors,
            coalesce(nullif(r.transfers, 0), h.transfers) AS transfers
     FROM requests r LEFT JOIN holds h ON r.mode = 'push' AND h.mode = 'push' AND h.leg = r.leg AND h.holder = 'prefill'
-    LEFT JOIN (SELECT leg, max(finished) AS prefilled FROM requests WHERE mode = 'push' AND role = 'prefill' GROUP BY 1) p
-    ON p.leg = r.leg
+    LEFT JOIN (SELECT leg, max(finished) AS prefilled FROM requests WHERE mode = 'push' AND role = 'prefill' GROUP BY leg)
+    p ON p.leg = r.leg
     WHERE r.direction IS NOT NULL AND r.loaded IS NOT NULL"""
 
 
