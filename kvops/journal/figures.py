@@ -22,14 +22,14 @@ _FEWEST_FOR_P99 = 100
 # A pushed request waits on decode while prefill still computes.
 WAITS = """
     SELECT r.direction, r.mode, r.prompt, r.remote, r.allocated - r.arrived AS queue,
-           greatest(0, coalesce(p.prefilled, r.allocated) - r.allocated) AS prefill,
+           greatest(0, coalesce(p.done, r.allocated) - r.allocated) AS prefill,
            coalesce(r.handshake, h.handshake, 0) AS handshake, coalesce(r.post, h.post) AS post,
            coalesce(r.wire, h.wire) AS wire, r.loaded - r.allocated AS wait,
            coalesce(nullif(r.bytes, 0), h.bytes) AS bytes,
            coalesce(nullif(r.descriptors, 0), h.descriptors) AS descriptors,
            coalesce(nullif(r.transfers, 0), h.transfers) AS transfers
     FROM requests r LEFT JOIN holds h ON r.mode = 'push' AND h.mode = 'push' AND h.leg = r.leg AND h.holder = 'prefill'
-    LEFT JOIN (SELECT leg, max(finished) AS prefilled FROM requests WHERE mode = 'push' AND role = 'prefill' GROUP BY leg)
+    LEFT JOIN (SELECT leg, max(finished) AS done FROM requests WHERE mode = 'push' AND role = 'prefill' GROUP BY leg)
     p ON p.leg = r.leg
     WHERE r.direction IS NOT NULL AND r.loaded IS NOT NULL"""
 
