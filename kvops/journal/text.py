@@ -13,7 +13,7 @@ from kvops.journal.legs import ALL, LATENCIES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvops.journal.figures import Figures, Prompts
+    from kvops.journal.figures import Figures, Flow, Prompts
     from kvops.journal.intervals import Estimate
 
 CELL_COLUMNS = (
@@ -28,10 +28,8 @@ CELL_COLUMNS = (
     "ITL p99",
     "tokens/s",
 )
-FLOW_COLUMNS = (
-    "leg", "way", "requests", *(f"{phase} ms" for phase in PHASES), "post share", "moved", "rate",
-    "desc/transfer", "bytes/desc",
-)  # fmt: skip
+WAIT_COLUMNS = ("leg", "way", "requests", *(f"{phase} ms" for phase in PHASES))
+FLOW_COLUMNS = ("leg", "way", "post share", "moved", "rate", "desc/transfer", "bytes/desc")
 PROMPT_COLUMNS = ("leg", "requests of", "count", "prompt tokens", "computed", "read back", "own cache")
 COUNTED_COLUMNS = (
     "leg", "engines", "tokens computed", "own cache", "from the peer", "moved", "transfers", "post share", "expired",
@@ -52,7 +50,8 @@ def tables(
         ("Latency and throughput", CELL_COLUMNS, cell_rows(legs)),
         (" / ".join(names or ()), RATIO_COLUMNS, ratio_rows(compared or {})),
         ("Counted by the engines", COUNTED_COLUMNS, counted_rows(legs)),
-        ("KV on the move", FLOW_COLUMNS, flow_rows(legs)),
+        ("Wait for KV by phase", WAIT_COLUMNS, wait_rows(legs)),
+        ("Transfers", FLOW_COLUMNS, flow_rows(legs)),
         ("Prefill's tokens, of a mean request", PROMPT_COLUMNS, prompt_rows(legs)),
         ("Tokens", ("leg", "what", "tokens", "share"), token_rows(legs)),
         ("Held blocks", HELD_COLUMNS, held_rows(legs)),
@@ -107,14 +106,22 @@ def _sources(prompts: Prompts) -> tuple[float, ...]:
     return (sum(found), *found)
 
 
+def wait_rows(legs: Sequence[Figures]) -> list[list[str]]:
+    """Return a row for each leg and direction, as ``WAIT_COLUMNS``."""
+    return [
+        [leg.leg, _way(flow), f"{flow.requests:,}", *(milliseconds(flow.phase_seconds.get(phase)) for phase in PHASES)]
+        for leg in legs
+        if leg.kv
+        for flow in leg.kv.flows
+    ]
+
+
 def flow_rows(legs: Sequence[Figures]) -> list[list[str]]:
     """Return a row for each leg and direction, as ``FLOW_COLUMNS``."""
     return [
         [
             leg.leg,
-            "P to D" if flow.direction == "p_to_d" else "D to P",
-            f"{flow.requests:,}",
-            *(milliseconds(flow.phase_seconds.get(phase)) for phase in PHASES),
+            _way(flow),
             "-" if flow.post_share is None else f"{flow.post_share:.0%}",
             decimal(flow.bytes),
             "-" if flow.bytes_per_second is None else f"{flow.bytes_per_second / 1e9:.2f} GB/s",
@@ -125,6 +132,10 @@ def flow_rows(legs: Sequence[Figures]) -> list[list[str]]:
         if leg.kv
         for flow in leg.kv.flows
     ]
+
+
+def _way(flow: Flow) -> str:
+    return "P to D" if flow.direction == "p_to_d" else "D to P"
 
 
 def counted_rows(legs: Sequence[Figures]) -> list[list[str]]:
