@@ -67,6 +67,7 @@ def test_an_alert_fires_alone_on_its_own_trouble(name, tmp_path):
 
 
 @pytest.mark.system("promtool")
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", [name for name in ALERTS if name.startswith("KvopsStock")])
 def test_a_stock_alert_fires_where_the_scraper_rewrote_the_colons(name, tmp_path, monkeypatch):
     monkeypatch.setitem(CASES, "healthy", colons_rewritten(CASES["healthy"]))

@@ -30,6 +30,7 @@ def measured(seed: int, outliers: float = 0.0) -> tuple[tuple, tuple]:
     return fit_transfer(moved, moving), fit_prefill(new, history, computing)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("outliers", [0.0, 0.05])
 def test_the_break_even_of_known_costs_is_found_within_ten_percent(seed: int, outliers: float) -> None:
@@ -43,6 +44,7 @@ def test_the_break_even_of_known_costs_is_found_within_ten_percent(seed: int, ou
     assert found.low <= found.value <= found.high
 
 
+@pytest.mark.heavy
 def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     truth = break_even(TRANSFER, PREFILL)
     found = [break_even_estimate(*measured(seed), 400) for seed in range(20)]

@@ -75,6 +75,7 @@ def find(fleet: str, kind: str, name: str) -> dict[str, Any]:
     return next(m for m in manifests(fleet) if (m["kind"], m["metadata"]["name"]) == (kind, name))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("version", ["1.31.0", "1.37.0"])
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_what_is_rendered_fits_the_schemas_of_two_kubernetes_versions(fleet: str, version: str) -> None:

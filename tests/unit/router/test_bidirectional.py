@@ -170,7 +170,7 @@ async def test_what_falls_out_of_the_map_is_given_back(start):
         await turn(setup, headers={"X-Session-ID": name})
     await wait_until(lambda: len(setup.fleet.held) == 2)
     assert setup.router.shared.size()[0] == 2
-    assert setup.metric("kvops_router_releases_total", reason="evicted", outcome="sent") == 1
+    await wait_until(lambda: setup.metric("kvops_router_releases_total", reason="evicted", outcome="sent") == 1)
 
 
 async def test_several_choices_leave_nothing_on_decode(start):

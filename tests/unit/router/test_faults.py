@@ -90,7 +90,7 @@ async def test_blocks_are_given_back_when_the_client_leaves_while_decode_has_no_
     await wait_until(lambda: setup.fleet.held and setup.router.decode.waiters)
     request.cancel()
     await wait_until(lambda: setup.fleet.held == {})
-    assert setup.metric("kvops_router_releases_total", reason="client_gone", outcome="sent") == 1
+    await wait_until(lambda: setup.metric("kvops_router_releases_total", reason="client_gone", outcome="sent") == 1)
     setup.router.decode.endpoints[0].in_flight -= 1
 
 
