@@ -197,7 +197,8 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(error_response(RouterError(400, "invalid_request_error", f"this is no HTTP request: {error}")))
             return
-        if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
+        # Chunks of one byte take eight; what is more is a head without end, or a trailer.
+        if self._head_bytes > _MAX_HEAD_BYTES + 8 * self._body_bytes and (self._in_head or self._arriving):
             self._refuse(_head_too_large())
         elif self._arriving is not None and self._arriving.refusal is not None and self.task is None:
             # It need not send a body that nobody will read.
@@ -239,8 +240,9 @@ class Connection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header."""
-        self._headers.setdefault(name.lower(), value)
+        """Take a header; what comes behind a body is none."""
+        if self._in_head:
+            self._headers.setdefault(name.lower(), value)
 
     def on_headers_complete(self) -> None:
         """Judge the head."""
@@ -265,6 +267,7 @@ class Connection(asyncio.Protocol):
         if request is None or request.refusal is not None:
             return
         self._body_bytes += len(body)
+        self._head_bytes -= len(body)
         if self._body_bytes > self._server.body_bytes:
             request.refusal = self._server.too_large()
             self._body.clear()
@@ -273,7 +276,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Answer the request, or keep it until those before it are answered."""
-        request, self._arriving = self._arriving, None
+        request, self._arriving, self._head_bytes = self._arriving, None, 0
         if request is None:
             return
         request.content = self._body[0] if len(self._body) == 1 else b"".join(self._body)

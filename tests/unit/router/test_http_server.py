@@ -247,6 +247,27 @@ async def test_a_body_may_come_in_chunks():
         writer.close()
 
 
+async def test_a_trailer_is_passed_over():
+    async with echoing() as (_, port):
+        reader, writer = await connect(port)
+        for _ in range(2):
+            writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\nX-Late: 1\r\n\r\n")
+            assert await answer(reader) == (200, b"POST ab")
+        writer.close()
+
+
+async def test_a_trailer_without_end_is_not_kept():
+    async with echoing() as (echo, port):
+        reader, writer = await connect(port)
+        writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\nX-Late: ")
+        for _ in range(3):
+            writer.write(b"a" * 50_000)
+            await asyncio.sleep(0.05)
+        assert (await answer(reader))[0] == 431
+        assert echo.served == 0
+        writer.close()
+
+
 @pytest.mark.parametrize("framing", [b"Content-Length: 1001", b"Transfer-Encoding: chunked"])
 async def test_a_body_beyond_the_limit_is_refused_before_it_has_come(framing):
     async with echoing() as (echo, port):
