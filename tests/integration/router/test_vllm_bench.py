@@ -12,7 +12,7 @@ import pytest
 from kvops import tiny_model
 from kvops.router.app import listen, make_router, served
 from kvops.router.endpoints import Sources
-from kvops.router.settings import Settings
+from kvops.router.settings import ModeName, Settings
 from scripted_engines import FakeEngine, FakeFleet
 
 # The command `vllm bench serve`, without the `vllm` script, which does not start in vLLM's CPU build.
@@ -27,14 +27,15 @@ main(parser.parse_args())
 
 @pytest.mark.heavy
 @pytest.mark.timeout(400)
-async def test_vllm_bench_serve_completes_every_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["pull", "push", "bidirectional"])
+async def test_vllm_bench_serve_completes_every_request(tmp_path: Path, mode: ModeName) -> None:
     pytest.importorskip("vllm")
     model = tiny_model.ensure_model(tmp_path / "model")
-    fleet = FakeFleet()
+    fleet = FakeFleet(mode=mode)
     engines = [FakeEngine(fleet, role, role) for role in ("prefill", "decode")]
     for engine in engines:
         await engine.start()
-    router = make_router(Sources({"prefill": [engines[0].url], "decode": [engines[1].url]}), Settings())
+    router = make_router(Sources({"prefill": [engines[0].url], "decode": [engines[1].url]}), Settings(mode=mode))
     (listener,) = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     async with served(router, listener):
