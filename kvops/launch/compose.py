@@ -8,6 +8,7 @@ where they do not.
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +73,17 @@ def _check(topology: Topology) -> None:
             "transport.backends has LIBFABRIC, and EFA does not carry KV between containers of one host",
             "set transport: {backends: [UCX]}",
         )
-    for role, group in topology.groups():
-        if group.nodes > 1 or len(set(group.hosts)) > 1:
-            raise KvopsError(
-                f"{role} spans hosts and compose runs on one", "use kvops render kubernetes or kvops render slurm"
-            )
+    hosts = {host for _, group in topology.groups() for host in group.hosts}
+    if len(hosts) > 1 or any(group.nodes > 1 for _, group in topology.groups()):
+        raise KvopsError(
+            "the fleet spans hosts and compose runs on one", "use kvops render kubernetes or kvops render slurm"
+        )
+    try:
+        ipaddress.ip_address(topology.router.host)
+    except ValueError:
+        raise KvopsError(
+            f"router.host is {topology.router.host}, and compose publishes on addresses only", "name an address"
+        ) from None
 
 
 def _devices(topology: Topology) -> list[int]:

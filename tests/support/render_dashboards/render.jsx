@@ -16,6 +16,8 @@ import {
   ThemeContext,
   TimeSeries,
 } from '@grafana/ui';
+import inter from '@fontsource/inter/files/inter-latin-400-normal.woff2';
+import interMedium from '@fontsource/inter/files/inter-latin-500-normal.woff2';
 import uplotStyle from 'uplot/dist/uPlot.min.css';
 import { createRoot } from 'react-dom/client';
 import { firstValueFrom } from 'rxjs';
@@ -186,7 +188,14 @@ function Drawn({ panel, frames, error, top }) {
   );
 }
 
+// Grafana measures the labels of axes in this font; in another one they are cut off.
+async function loadFonts() {
+  const faces = [['400', inter], ['500', interMedium]].map(([weight, url]) => new FontFace('Inter', `url(${url})`, { weight }));
+  (await Promise.all(faces.map((face) => face.load()))).forEach((face) => document.fonts.add(face));
+}
+
 async function main() {
+  await loadFonts();
   const drawn = [];
   for (const panel of board.panels) {
     try {

@@ -153,7 +153,10 @@ def test_the_start_script_gives_the_engine_its_address_and_a_new_id_each_time(tm
         ("preset: trn2\ncompose: {image: x}\n", "use kvops render kubernetes or kvops render slurm for Neuron"),
         ("preset: p5en\ncompose: {image: x}\n", "transport.backends has LIBFABRIC"),
         ("preset: cuda-local\nprefill: {replicas: 2, hosts: [10.0.0.1, 10.0.0.2]}\ndecode: {hosts: [10.0.0.1]}\n"
-         "compose: {image: x}\n", "prefill spans hosts"),
+         "compose: {image: x}\n", "the fleet spans hosts"),
+        ("preset: cuda-local\nprefill: {hosts: [10.0.0.1]}\ndecode: {hosts: [10.0.0.2]}\ncompose: {image: x}\n",
+         "the fleet spans hosts"),
+        ("preset: cuda-local\nrouter: {host: gpu-7}\ncompose: {image: x}\n", "router.host is gpu-7"),
         ("preset: cuda-local\ncompose: {image: x, shared_memory: lots}\n", "kvops.yaml:2: compose.shared_memory is 'lots'"),
     ],
 )  # fmt: skip
