@@ -28,6 +28,7 @@ from kvops_connectors.events import (
 from kvops_connectors.guard import Guard
 from kvops_connectors.handle import EXPIRY_MARGIN_SECONDS
 from kvops_connectors.push import CANCELLED, Pushes, Registrations
+from kvops_connectors.reconnect import Reconnect
 from kvops_connectors.tap import AgentTap
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class WorkerInstrument:
         self._registrations = Registrations(worker, settings, push_timeout_seconds, self._events.append)
         self._pushes = Pushes(worker, settings, self._events.append)
         self._tap.on_registration = self._registration_arrived
+        if settings.reconnect:
+            Reconnect(worker)
         self._wrap("_read_blocks_for_req", self._around_read)
         self._wrap("_xfer_blocks_for_req", self._around_write)
         self._wrap("_do_start_push_kv", self._around_push)

@@ -160,12 +160,12 @@ function Body({ panel, frames, width, height }) {
     return <BigValue value={shown.display} sparkline={shown.sparkline} width={width} height={height} theme={theme}
       colorMode={panel.options.colorMode} graphMode={panel.options.graphMode} textMode="value" justifyMode="auto" />;
   }
+  if (panel.type === 'table' && frames[0]?.length) {
+    return <Cells frame={frames[0]} />;
+  }
   const points = frames.some((frame) => frame.fields.some((f) => f.type === FieldType.number && f.values.some((v) => v !== null)));
   if (!points) {
     return <div data-empty style={{ padding: 20, color: '#f66' }}>no data</div>;
-  }
-  if (panel.type === 'table') {
-    return <Cells frame={frames[0]} />;
   }
   return <TimeSeries frames={custom(frames, panel)} timeRange={{ from: { valueOf: () => start * 1000 }, to: { valueOf: () => end * 1000 } }}
     timeZone="utc" width={width} height={height} legend={panel.options.legend} options={panel.options} />;

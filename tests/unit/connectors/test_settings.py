@@ -57,5 +57,6 @@ def test_the_mends_that_are_on_are_named():
         "valid_handle",
         "push_timeout",
         "push_retry",
+        "reconnect",
         "cpu_affinity",
     )

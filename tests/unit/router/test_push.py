@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -200,3 +201,19 @@ async def test_a_push_connector_that_does_not_say_so_is_trusted_in_push_mode(sta
     setup.prefill[0].transfer_mode = None
     async with setup.ask() as answer:
         assert answer.status == 200
+
+
+async def test_a_client_that_leaves_while_decode_waits_leaves_no_task_behind(start, caplog):
+    setup = await start("push")
+    setup.decode[0].script.append("hang")
+    before = waiting_tasks()
+    request = asyncio.ensure_future(setup.ask(stream=True).__aenter__())
+    await wait_until(lambda: waiting_tasks() - before)
+    request.cancel()
+    await wait_until(lambda: setup.decode[0].calls[0].ended == "aborted")
+    gc.collect()
+    assert "Task was destroyed but it is pending" not in caplog.text
+
+
+def waiting_tasks() -> set[asyncio.Task[object]]:
+    return {task for task in asyncio.all_tasks() if "Event.wait" in repr(task.get_coro())}
