@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from kvops.router.settings import Settings
 
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
-async def test_the_admin_api_does_what_its_document_says() -> None:
+async def test_the_admin_api_does_what_its_document_says(tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
     router = make_router(Sources({"prefill": ["http://127.0.0.1:1"], "decode": ["http://127.0.0.1:1"]}), Settings())
     (listener,) = listen("127.0.0.1", 0)
@@ -38,6 +39,8 @@ async def test_the_admin_api_does_what_its_document_says() -> None:
                 "--generation-database",
                 "none",
             ),
+            # It keeps what it finds in the folder that it runs in.
+            cwd=tmp_path,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
