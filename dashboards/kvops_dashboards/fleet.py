@@ -27,7 +27,7 @@ HEALTH = Row(
             largest=1.0,
         ),
         number(
-            "Answers that may be wrong",
+            "Suspect answers",
             "Reads that ended after the blocks' hold had: the peer may have used reused blocks and the client still "
             "got HTTP 200. Any value above 0 is an incident.",
             ("KvopsReadAfterExpiry",),

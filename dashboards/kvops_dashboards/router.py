@@ -117,7 +117,7 @@ LEGS = Row(
             "Second attempts, a second: errors that clients did not see.",
             ("KvopsRouterRetriesHigh",),
             "ops",
-            Query(rate("kvops_router_retries_total", "role", "reason"), "{{role}} {{reason}}"),
+            Query(rate("kvops_router_retries_total", "reason"), "{{reason}}"),
         ),
         series(
             "Hand-over",
@@ -129,10 +129,11 @@ LEGS = Row(
         ),
         stacked(
             "Blocks given back unread",
-            "Why the router had an engine free blocks that nobody read. not_sent and failed leave them until expiry.",
+            "Why the router had an engine free blocks that nobody read. 'not freed' ones stay held until they expire.",
             ("KvopsRouterReleasesFailing",),
             "ops",
-            Query(rate("kvops_router_releases_total", "reason", "outcome"), "{{reason}} {{outcome}}"),
+            Query(rate("kvops_router_releases_total", "reason", outcome="sent"), "{{reason}}"),
+            Query(rate("kvops_router_releases_total", outcome="failed|unexpected|skipped"), "not freed"),
         ),
     ),
 )

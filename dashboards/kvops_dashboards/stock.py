@@ -18,7 +18,7 @@ DANGER = Row(
     "Danger",
     (
         number(
-            "Answers that may be wrong",
+            "Suspect answers",
             "Completion notices after the lease had ended: the reader may have used reused blocks although the client "
             "got HTTP 200. Counted per rank.",
             ("KvopsStockReadAfterExpiry",),

@@ -21,6 +21,8 @@ _SETTLE_SECONDS = 5.0
 _PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 # A share of the prompts that decode may compute itself: the last token of each, and what is left of a block.
 _MOST_COMPUTED_BY_DECODE = 0.1
+# A few prompts may begin alike by chance, but a cache that is on finds all of a conversation's history.
+_MOST_CACHED_BY_COLD_PREFILL = 0.1
 
 Counted = dict[str, RoleCounters]
 
@@ -48,19 +50,34 @@ async def settled(session: aiohttp.ClientSession, leg: Leg, before: Counted, pro
         await asyncio.sleep(0.05)
 
 
-def problems(counters: CellCounters) -> list[str]:
-    """Return why the figures of a cell mean nothing: one sentence each."""
+def problems(counters: CellCounters, leg: Leg, *, continues: bool) -> list[str]:
+    """Return why the figures of a cell mean nothing: one sentence each.
+
+    Args:
+        counters: of the cell.
+        leg: that ran it.
+        continues: whether requests continued earlier ones, so that their KV could be read back.
+    """
     where = f"{counters.leg}, round {counters.round + 1}, {counters.cell.input_tokens} tokens"
-    found = []
-    decode = counters.decode
+    prefill, decode = counters.prefill, counters.decode
     total = decode.computed_tokens + decode.cached_tokens + decode.transferred_tokens
-    if not _moved({"prefill": counters.prefill, "decode": decode}) or not decode.transferred_tokens:
-        found.append(f"{where}: no KV moved")
+    found = []
+    if not _moved({"prefill": prefill, "decode": decode}) or not decode.transferred_tokens:
+        found.append("no KV moved")
     elif decode.computed_tokens > _MOST_COMPUTED_BY_DECODE * total:
-        found.append(f"{where}: decode computed {decode.computed_tokens} of {total} prompt tokens itself")
-    if late := counters.prefill.reads_after_expiry + decode.reads_after_expiry:
-        found.append(f"{where}: {late} times KV was read after its lease or TTL had ended, so answers may be wrong")
-    return found
+        found.append(f"decode computed {decode.computed_tokens} of {total} prompt tokens itself")
+    asked = prefill.computed_tokens + prefill.cached_tokens + prefill.transferred_tokens
+    cold = leg.prefill_cache == "cold"
+    if continues and cold and leg.conversation_ids and not prefill.transferred_tokens:
+        found.append("conversations were named, but nothing was read back from decode")
+    if cold and prefill.cached_tokens > _MOST_CACHED_BY_COLD_PREFILL * asked:
+        found.append(
+            f"prefill is called cold but found {prefill.cached_tokens} of {asked} prompt tokens in its own cache: "
+            "start it with --no-enable-prefix-caching, or say --prefill-cache warm"
+        )
+    if late := prefill.reads_after_expiry + decode.reads_after_expiry:
+        found.append(f"{late} times KV was read after its lease or TTL had ended, so answers may be wrong")
+    return [f"{where}: {problem}" for problem in found]
 
 
 def _moved(counted: Counted) -> bool:

@@ -131,7 +131,11 @@ class Session:
                 await fleets.copy_journals(targets, self._windows, self._writer.journal_folder)
 
     def _summary(self, started: float) -> Run:
-        problems = self._problems + [problem for counted in self._counters for problem in counters.problems(counted)]
+        legs = {target.leg.name: target.leg for target in self._targets}
+        continues = isinstance(self._workload, Turns) and self._workload.turns > 1
+        problems = list(self._problems)
+        for counted in self._counters:
+            problems += counters.problems(counted, legs[counted.leg], continues=continues)
         problems += [
             f"{leg}: {count} requests failed, the first with {self._first_errors[leg]}"
             for leg, count in self._failed.items()

@@ -54,7 +54,7 @@ def _from_prometheus(url: str) -> list[Advice]:
 
 def _from_journals(paths: list[Path]) -> list[Advice]:
     from kvops.journal.advice import advise  # noqa: PLC0415
-    from kvops.journal.figures import legs_of_paths  # noqa: PLC0415
+    from kvops.journal.legs import legs_of_paths  # noqa: PLC0415
 
     return advise(legs_of_paths(paths))
 

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvops.journal.advice import Advice
-    from kvops.journal.figures import Figures, Leg
+    from kvops.journal.figures import Figures
     from kvops.journal.intervals import Estimate
+    from kvops.journal.legs import Leg
 
     Compared = dict[str, dict[str, Estimate]]
 
@@ -39,7 +40,8 @@ def command(*, sources: tuple[Path, ...], html: Path | None, compare: tuple[str,
     """
     from kvops.journal import text  # noqa: PLC0415
     from kvops.journal.figures import compare as compare_legs  # noqa: PLC0415
-    from kvops.journal.figures import differences, figures, legs_of_paths  # noqa: PLC0415
+    from kvops.journal.figures import differences, figures  # noqa: PLC0415
+    from kvops.journal.legs import legs_of_paths  # noqa: PLC0415
 
     if not sources and not compare:
         raise KvopsError("nothing to report on", "give a folder of kvops bench or of journals")
@@ -72,7 +74,7 @@ def _named(legs: Sequence[Leg], name: str) -> Leg:
     Raises:
         KvopsError: there is no such leg, or the path holds several.
     """
-    from kvops.journal.figures import legs_of_paths  # noqa: PLC0415
+    from kvops.journal.legs import legs_of_paths  # noqa: PLC0415
 
     for leg in legs:
         if name == leg.name:
@@ -111,14 +113,8 @@ def _print(
 
     for sentence in text.about(found):
         click.echo(sentence)
-    _print_table("Latency and throughput", text.CELL_COLUMNS, text.cell_rows(found))
-    if compared and names:
-        _print_table(f"{names[0]} / {names[1]}", text.RATIO_COLUMNS, text.ratio_rows(compared))
-    _print_table("Counted by the engines", text.COUNTED_COLUMNS, text.counted_rows(found))
-    _print_table("KV on the move", text.FLOW_COLUMNS, text.flow_rows(found))
-    _print_table("Prefill's tokens, of a mean request", text.PROMPT_COLUMNS, text.prompt_rows(found))
-    _print_table("Tokens", ("leg", "what", "tokens", "share"), text.token_rows(found))
-    _print_table("Held blocks", text.HELD_COLUMNS, text.held_rows(found))
+    for title, columns, rows in text.tables(found, compared, names):
+        _print_table(title, columns, rows)
     for note in notes:
         click.echo(note, err=True)
 
@@ -128,8 +124,6 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    if not rows:
-        return
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=400)

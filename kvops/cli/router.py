@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import ssl
 
     from kvops.router.endpoints import Sources
+    from kvops.router.handles import Identity
     from kvops.router.settings import ModeName
 
 _FILE = click.Path(path_type=Path)
@@ -43,6 +44,8 @@ _FILE = click.Path(path_type=Path)
               help="decoder_kv_blocks_ttl of the decode engines.")  # fmt: skip
 @click.option("--rate-limit", type=click.FloatRange(min=0), default=0, show_default="none", metavar="PER_SECOND",
               help="Requests a second of one API key, or one address.")  # fmt: skip
+@click.option("--identity", "identities", multiple=True, metavar="URL,KEY=VALUE,...",
+              help="For push, a prefill engine's engine_id, host, port and tp_size; asked if left out.")  # fmt: skip
 @click.option("--journal", type=_FILE, help="File that gets one JSON line a request.")
 def command(
     *,
@@ -59,6 +62,7 @@ def command(
     tls_key: Path | None,
     decoder_ttl: float,
     rate_limit: float,
+    identities: tuple[str, ...],
     journal: Path | None,
 ) -> None:
     """Route OpenAI requests over prefill and decode engines that are already up.
@@ -83,6 +87,7 @@ def command(
         ttl_margin_seconds=margin_of(decoder_ttl),
         limits=Limits(requests_per_second=rate_limit),
         journal=journal,
+        identities=dict(map(_identity, identities)),
     )
     context = _tls(tls_cert, tls_key)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -110,6 +115,21 @@ def _sources(prefill: tuple[str, ...], decode: tuple[str, ...], file: Path | Non
         return Sources({"prefill": prefill, "decode": decode}, file)
     except EndpointError as error:
         raise KvopsError(str(error), "give --prefill URL and --decode URL, or --endpoints FILE") from None
+
+
+def _identity(text: str) -> tuple[str, Identity]:
+    import msgspec  # noqa: PLC0415
+
+    from kvops.router.handles import Identity  # noqa: PLC0415
+
+    name, *pairs = text.split(",")
+    try:
+        return name, msgspec.convert(dict(pair.split("=", 1) for pair in pairs), Identity, strict=False)
+    except ValueError as error:
+        raise KvopsError(
+            f"--identity {text} is not one: {error}",
+            "write it as http://HOST:PORT,engine_id=ID,host=HOST,port=PORT,tp_size=N",
+        ) from None
 
 
 def _tls(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:

@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 
 from kvops.journal import fits, observations
-from kvops.journal.figures import ALL
 from kvops.journal.intervals import estimate, ratio
+from kvops.journal.legs import ALL
 from kvops.router.settings import margin_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvops.journal.figures import Leg
     from kvops.journal.fits import PrefillCost, TransferCost
+    from kvops.journal.legs import Leg
     from kvops.journal.observations import Turns
     from kvops.journal.tables import Journal
 

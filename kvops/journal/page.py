@@ -6,23 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from kvops import __version__
-from kvops.journal import plots
-from kvops.journal.text import (
-    CELL_COLUMNS,
-    COUNTED_COLUMNS,
-    FLOW_COLUMNS,
-    HELD_COLUMNS,
-    PROMPT_COLUMNS,
-    RATIO_COLUMNS,
-    about,
-    cell_rows,
-    counted_rows,
-    flow_rows,
-    held_rows,
-    prompt_rows,
-    ratio_rows,
-    token_rows,
-)
+from kvops.journal import plots, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +25,8 @@ _STYLE = """
 body { margin: 0 auto; max-width: 1360px; padding: 1rem; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 1rem }
+.plots { margin-top: 1rem; display: grid;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 560px), 1fr)); gap: 1rem }
 figure { margin: 0; padding: .75rem; background: var(--card); border: 1px solid var(--line); border-radius: 6px;
   align-self: start }
 figcaption { font-weight: 600; margin-bottom: .25rem }
@@ -83,23 +68,14 @@ def page(
     }
     if compared and names:
         drawn |= {
-            f"{text}: {names[0]} / {names[1]}": plots.ratios(compared, field, text + " ratio")
-            for field, text in (("ttft_seconds", "TTFT"), ("tpot_seconds", "TPOT"))
+            f"{name}: {names[0]} / {names[1]}": plots.ratios(compared, field, name + " ratio")
+            for field, name in (("ttft_seconds", "TTFT"), ("tpot_seconds", "TPOT"))
         }
     figures = "".join(
         f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>" for title, svg in drawn.items() if svg
     )
-    tables = [_table("Latency and throughput", CELL_COLUMNS, cell_rows(legs))]
-    if compared and names:
-        tables.append(_table(f"{names[0]} / {names[1]}", RATIO_COLUMNS, ratio_rows(compared)))
-    tables += [
-        _table("Counted by the engines", COUNTED_COLUMNS, counted_rows(legs)),
-        _table("KV on the move", FLOW_COLUMNS, flow_rows(legs)),
-        _table("Prefill's tokens, of a mean request", PROMPT_COLUMNS, prompt_rows(legs)),
-        _table("Tokens", ("leg", "what", "tokens", "share"), token_rows(legs)),
-        _table("Held blocks", HELD_COLUMNS, held_rows(legs)),
-    ]
-    told = "".join(f'<p class="note">{escape(line)}</p>' for line in about(legs))
+    tables = [_table(*table) for table in text.tables(legs, compared, names)]
+    told = "".join(f'<p class="note">{escape(line)}</p>' for line in text.about(legs))
     told += "".join(f'<p class="remark">{escape(line)}</p>' for line in remarks)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -113,8 +89,6 @@ def page(
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<h2>{escape(title)}</h2><div class="scroll"><table><tr>{head}</tr>{body}</table></div>'

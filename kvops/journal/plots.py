@@ -11,7 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from kvops.journal.figures import ALL, PHASES
+from kvops.journal.figures import PHASES
+from kvops.journal.legs import ALL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

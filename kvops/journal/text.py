@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from kvops.journal.figures import ALL, LATENCIES, PHASES
+from kvops.journal.figures import PHASES
+from kvops.journal.legs import ALL, LATENCIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvops.journal.figures import Figures, Prompts
+    from kvops.journal.figures import Figures, Flow, Prompts
     from kvops.journal.intervals import Estimate
 
 CELL_COLUMNS = (
@@ -27,10 +28,8 @@ CELL_COLUMNS = (
     "ITL p99",
     "tokens/s",
 )
-FLOW_COLUMNS = (
-    "leg", "way", "requests", *(f"{phase} ms" for phase in PHASES), "post share", "moved", "rate",
-    "desc/transfer", "bytes/desc",
-)  # fmt: skip
+WAIT_COLUMNS = ("leg", "way", "requests", *(f"{phase} ms" for phase in PHASES))
+FLOW_COLUMNS = ("leg", "way", "post share", "moved", "rate", "desc/transfer", "bytes/desc")
 PROMPT_COLUMNS = ("leg", "requests of", "count", "prompt tokens", "computed", "read back", "own cache")
 COUNTED_COLUMNS = (
     "leg", "engines", "tokens computed", "own cache", "from the peer", "moved", "transfers", "post share", "expired",
@@ -41,6 +40,23 @@ RATIO_COLUMNS = ("requests of", "", "ratio", "95 % interval", "verdict")
 # The bootstrap's intervals of a handful of values are too narrow by far.
 _FEWEST_FOR_VERDICT = 10
 _NAMES = dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL p50", "ITL p99"), strict=True))
+
+
+def tables(
+    legs: Sequence[Figures], compared: dict[str, dict[str, Estimate]] | None, names: tuple[str, str] | None
+) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+    """Return title, columns and rows of each table of a report; those without rows are left out."""
+    found: list[tuple[str, Sequence[str], list[list[str]]]] = [
+        ("Latency and throughput", CELL_COLUMNS, cell_rows(legs)),
+        (" / ".join(names or ()), RATIO_COLUMNS, ratio_rows(compared or {})),
+        ("Counted by the engines", COUNTED_COLUMNS, counted_rows(legs)),
+        ("Wait for KV by phase", WAIT_COLUMNS, wait_rows(legs)),
+        ("Transfers", FLOW_COLUMNS, flow_rows(legs)),
+        ("Prefill's tokens, of a mean request", PROMPT_COLUMNS, prompt_rows(legs)),
+        ("Tokens", ("leg", "what", "tokens", "share"), token_rows(legs)),
+        ("Held blocks", HELD_COLUMNS, held_rows(legs)),
+    ]
+    return [table for table in found if table[2]]
 
 
 def milliseconds(found: Estimate | None) -> str:
@@ -90,14 +106,22 @@ def _sources(prompts: Prompts) -> tuple[float, ...]:
     return (sum(found), *found)
 
 
+def wait_rows(legs: Sequence[Figures]) -> list[list[str]]:
+    """Return a row for each leg and direction, as ``WAIT_COLUMNS``."""
+    return [
+        [leg.leg, _way(flow), f"{flow.requests:,}", *(milliseconds(flow.phase_seconds.get(phase)) for phase in PHASES)]
+        for leg in legs
+        if leg.kv
+        for flow in leg.kv.flows
+    ]
+
+
 def flow_rows(legs: Sequence[Figures]) -> list[list[str]]:
     """Return a row for each leg and direction, as ``FLOW_COLUMNS``."""
     return [
         [
             leg.leg,
-            "P to D" if flow.direction == "p_to_d" else "D to P",
-            f"{flow.requests:,}",
-            *(milliseconds(flow.phase_seconds.get(phase)) for phase in PHASES),
+            _way(flow),
             "-" if flow.post_share is None else f"{flow.post_share:.0%}",
             decimal(flow.bytes),
             "-" if flow.bytes_per_second is None else f"{flow.bytes_per_second / 1e9:.2f} GB/s",
@@ -108,6 +132,10 @@ def flow_rows(legs: Sequence[Figures]) -> list[list[str]]:
         if leg.kv
         for flow in leg.kv.flows
     ]
+
+
+def _way(flow: Flow) -> str:
+    return "P to D" if flow.direction == "p_to_d" else "D to P"
 
 
 def counted_rows(legs: Sequence[Figures]) -> list[list[str]]:

@@ -17,7 +17,7 @@ from kvops.launch import observers
 from kvops.topology import OWN_HOST, Group, Mode, Platform, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 LOGS, JOURNAL = "logs", "journal"
 LOOPBACK = "127.0.0.1"
@@ -326,12 +326,33 @@ def _engine_env(
     return env | topology.transport.env | group.env
 
 
+def _identities(topology: Topology, prefill: list[Process]) -> Iterator[str]:
+    """Yield what a router in push mode must know of prefill engines, so that it need not ask each of them first.
+
+    Args of the user's that change what an engine says of itself leave it to the engine.
+    """
+    group = dict(topology.groups())["prefill"]
+    own = ("--pipeline", "-pp", "--decode-context", "-dcp", "--tensor", "-tp", "--data", "-dp", "--kv-transfer")
+    if topology.mode is not Mode.PUSH or any(argument.startswith(own) for argument in group.args):
+        return
+    for process in prefill:
+        host, ranks = process.env["VLLM_NIXL_SIDE_CHANNEL_HOST"], len(process.side_channel_ports)
+        for rank, port in enumerate(process.side_channel_ports):
+            name, engine_id = process.url, process.engine_id
+            if ranks > 1:
+                # As vLLM names the ranks of one engine.
+                name, engine_id = f"{name}#{rank}", f"{engine_id}_dp{rank}"
+            side = f"engine_id={engine_id},host={host},port={port},tp_size={group.tensor_parallel}"
+            yield from ("--identity", f"{name},{side}")
+
+
 def _router(topology: Topology, engines: dict[str, list[Process]], port: int, folder: Path) -> Process:
     argv = [sys.executable, "-m", "kvops.cli.main", "router"]
     for role, processes in sorted(engines.items(), reverse=True):
         for process in processes:
             ranks = len(process.side_channel_ports)
             argv += [f"--{role}", process.url if ranks == 1 else f"{process.url}#0-{ranks - 1}"]
+    argv += _identities(topology, engines["prefill"])
     argv += ["--mode", topology.mode.value, "--host", topology.router.host, "--port", str(port)]
     argv += ["--decoder-ttl", str(topology.kv.decoder_ttl), "--journal", str(folder / JOURNAL / "router.jsonl")]
     if topology.router.workers > 1:

@@ -169,7 +169,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except RouterError as error:
         return _error(error)
     except EndpointError as error:
-        return _error(RouterError(400, "invalid_request_error", str(error)))
+        return _error(RouterError(error.status, "invalid_request_error", str(error)))
     except OSError as error:
         return _error(RouterError(502, "resolve_failed", f"a name could not be resolved: {error.strerror}"))
     except web.HTTPException as error:
@@ -193,7 +193,7 @@ def _operation(summary: str, ok: str, *, query: tuple[str, ...] = (), body: bool
         "summary": summary,
         "responses": {
             ok: {"description": summary, "content": _content(schema)},
-            **dict.fromkeys(("400", "404", "502"), failure),
+            **dict.fromkeys(("400", "404", "409", "502"), failure),
         },
     }
     if query:

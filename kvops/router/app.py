@@ -236,13 +236,11 @@ async def served(router: Router, listener: socket.socket, tls: ssl.SSLContext | 
         body_seconds=settings.deadlines.body,
         sending_seconds=settings.deadlines.idle,
     )
-    loop = asyncio.get_running_loop()
     async with _running(router, server):
-        accepting = await loop.create_server(server.protocol, sock=listener, ssl=tls, backlog=BACKLOG)
+        server.accept_from(listener, tls)
         try:
             yield
         finally:
-            accepting.close()
             await server.close(SHUTDOWN_SECONDS)
 
 

@@ -30,7 +30,16 @@ _MOST_ENGINES = 4096
 
 
 class EndpointError(ValueError):
-    """An engine cannot be meant by this; the text says why."""
+    """An engine cannot be meant by this; the text says why.
+
+    Attributes:
+        status: HTTP status for whoever asked by HTTP: 400, or 404 and 409 where the engines are not such.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        """Keep both."""
+        super().__init__(message)
+        self.status = status
 
 
 class Sources:
@@ -63,7 +72,7 @@ class Sources:
         """
         _check([spec])
         if spec in self._specs[role]:
-            raise EndpointError(f"{spec} is there already")
+            raise EndpointError(f"{spec} is there already", 409)
         self._specs[role].append(spec)
 
     def remove(self, role: Role, spec: str) -> None:
@@ -73,9 +82,9 @@ class Sources:
             EndpointError: it is not there, or the last of its role.
         """
         if spec not in self._specs[role]:
-            raise EndpointError(f"there is no {role} engine {spec}")
+            raise EndpointError(f"there is no {role} engine {spec}", 404)
         if len(self._specs[role]) == 1:
-            raise EndpointError(f"{spec} is the last {role} engine; add another one first")
+            raise EndpointError(f"{spec} is the last {role} engine; add another one first", 409)
         self._specs[role].remove(spec)
 
     def reload(self) -> None:
@@ -85,7 +94,7 @@ class Sources:
             EndpointError: there is no file, or what it says is wrong; then nothing changes.
         """
         if self._file is None:
-            raise EndpointError("the router was started without an endpoints file")
+            raise EndpointError("the router was started without an endpoints file", 409)
         # Noted before reading: a wrong file is complained of once, not every few seconds.
         self._file_seen = _stamp(self._file)
         self._specs = _read(self._file)

@@ -310,7 +310,7 @@ class HttpClient:
         self._tls: ssl.SSLContext | None = None
 
     async def post(
-        self, base_url: str, path: str, headers: Mapping[str, str], content: Body, timeout_seconds: float
+        self, base_url: str, path: str, headers: Mapping[str, str], content: Body, timeout_seconds: float | None = None
     ) -> Response:
         """Send a request and return its answer as soon as the head is there; the caller closes it.
 
@@ -319,7 +319,7 @@ class HttpClient:
             path: such as ``/v1/completions``.
             headers: the request's, apart from host and length.
             content: the body.
-            timeout_seconds: for the whole answer, once there is a connection.
+            timeout_seconds: for the whole answer, once there is a connection; None for no limit.
 
         Raises:
             ConnectError: there is no connection.
@@ -333,7 +333,8 @@ class HttpClient:
         head = ("\r\n".join(lines) + "\r\n\r\n").encode("utf-8", "surrogateescape")
         content.began = True
         response = connection.send(head, content.data)
-        response.set_deadline(timeout_seconds)
+        if timeout_seconds is not None:
+            response.set_deadline(timeout_seconds)
         try:
             await response.wait_for_head()
         except BaseException:

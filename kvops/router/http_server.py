@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections import deque
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -19,6 +20,7 @@ from kvops.router.errors import RouterError, error_response
 from kvops.router.response import head_of
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Mapping
 
     from kvops.router.response import Response
@@ -37,6 +39,9 @@ _KEEP_ALIVE_SECONDS = 620.0
 # A client that gets an error while it sends reads it only if the connection is not reset under it.
 _LINGER_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
+# Connections taken in before the others have their turn; and the pause when the process has no file descriptor left.
+_ACCEPTS_AT_ONCE = 64
+_NO_DESCRIPTOR_SECONDS = 1.0
 
 
 class ClientGoneError(Exception):
@@ -192,7 +197,8 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._refuse(error_response(RouterError(400, "invalid_request_error", f"this is no HTTP request: {error}")))
             return
-        if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
+        # Chunks of one byte take eight; what is more is a head without end, or a trailer.
+        if self._head_bytes > _MAX_HEAD_BYTES + 8 * self._body_bytes and (self._in_head or self._arriving):
             self._refuse(_head_too_large())
         elif self._arriving is not None and self._arriving.refusal is not None and self.task is None:
             # It need not send a body that nobody will read.
@@ -234,8 +240,9 @@ class Connection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header."""
-        self._headers.setdefault(name.lower(), value)
+        """Take a header; what comes behind a body is none."""
+        if self._in_head:
+            self._headers.setdefault(name.lower(), value)
 
     def on_headers_complete(self) -> None:
         """Judge the head."""
@@ -260,6 +267,7 @@ class Connection(asyncio.Protocol):
         if request is None or request.refusal is not None:
             return
         self._body_bytes += len(body)
+        self._head_bytes -= len(body)
         if self._body_bytes > self._server.body_bytes:
             request.refusal = self._server.too_large()
             self._body.clear()
@@ -268,7 +276,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Answer the request, or keep it until those before it are answered."""
-        request, self._arriving = self._arriving, None
+        request, self._arriving, self._head_bytes = self._arriving, None, 0
         if request is None:
             return
         request.content = self._body[0] if len(self._body) == 1 else b"".join(self._body)
@@ -416,11 +424,52 @@ class Server:
             "lingering": _LINGER_SECONDS,
         }
         self._connections: set[Connection] = set()
+        self._listeners: list[socket.socket] = []
+        self._greeting: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
 
     def protocol(self) -> Connection:
         """Return the protocol of a new connection."""
         return Connection(self)
+
+    def accept_from(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Let clients in by ``listener``.
+
+        libuv's own listening handles take in one connection each time the loop goes round, so that under load the
+        last of a few hundred new clients would wait for a second.
+        """
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener, tls)
+
+    def _accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_ACCEPTS_AT_ONCE):
+            try:
+                client, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.warning("no connection can be taken in: %s", error)
+                loop.remove_reader(listener)
+                loop.call_later(_NO_DESCRIPTOR_SECONDS, self._accept_again, listener, tls)
+                return
+            task = loop.create_task(self._greet(client, tls))
+            self._greeting.add(task)
+            task.add_done_callback(self._greeting.discard)
+
+    def _accept_again(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        if not self.closing:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener, tls)
+
+    async def _greet(self, client: socket.socket, tls: ssl.SSLContext | None) -> None:
+        client.setblocking(False)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self.protocol, client, ssl=tls)
+        except OSError as error:
+            # It has left again, or its TLS is none; ssl.SSLError is an OSError too.
+            log.debug("a client came to nothing: %s", error)
 
     def enter(self, connection: Connection) -> bool:
         """Take the connection in if there is room for it."""
@@ -459,8 +508,15 @@ class Server:
                     connection.too_late()
 
     async def close(self, seconds: float) -> None:
-        """End all connections; requests that are being answered have ``seconds`` to come to their end."""
+        """Let nobody in and end all connections; requests that are being answered have ``seconds`` to end."""
         self.closing = True
+        for listener in self._listeners:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+        if self._greeting:
+            await asyncio.wait(self._greeting, timeout=_LOOK_SECONDS)
+        for task in self._greeting:
+            task.cancel()
         for connection in list(self._connections):
             connection.end_when_idle()
         if self._connections:

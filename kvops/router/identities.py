@@ -1,4 +1,4 @@
-"""What push must know of P before P has answered, learned from an earlier answer of the same P."""
+"""What push must know of P before P has answered: told by whoever started P, or learned from an earlier answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WARM_UP_SECONDS = 60.0
 
 
 class Identities:
-    """Learns each P's identity and connector by one small request, and keeps it until P restarts."""
+    """Knows each P's identity and connector, until P restarts; what it was not told it learns by one small request."""
 
     def __init__(self, engines: Engines, releases: Releases) -> None:
         """Keep the client to the engines."""
@@ -38,9 +38,12 @@ class Identities:
         Raises:
             EngineFailure: P does not answer, or does not run the push connector.
         """
+        if prefill.identity is None and prefill.generation == 0:
+            prefill.identity = self._engines.settings.identities.get(prefill.name)
         if prefill.identity is None:
             await self.warm_up(prefill, attempt)
-        if prefill.identity is None or prefill.transfer_mode != "push":
+        # None as long as an engine of which the identity was told has not answered.
+        if prefill.identity is None or prefill.transfer_mode not in (None, "push"):
             detail = f"it runs the {prefill.transfer_mode} connector; start the router with --mode pull"
             raise EngineFailure(prefill, "no_handle", detail)
         return prefill.identity
@@ -52,7 +55,7 @@ class Identities:
             EngineFailure: it does not answer, or without a usable handle.
         """
         async with self._locks.setdefault(prefill.name, asyncio.Lock()):
-            if prefill.identity is not None:
+            if prefill.transfer_mode is not None:
                 return
             # An id of its own: a D that registers under the attempt's must not be paired with this prompt's blocks.
             handle = await self._ask(prefill, Attempt(attempt.exchange, attempt.number))

@@ -133,10 +133,12 @@ class PushMode:
             await self._watch_whole_answer(attempt, pair, decode_task)
             return
         began = asyncio.get_running_loop().create_task(pair.began.wait())
-        done, _ = await asyncio.wait(
-            {began, decode_task}, timeout=self._deadlines.kv_wait, return_when=asyncio.FIRST_COMPLETED
-        )
-        began.cancel()
+        try:
+            done, _ = await asyncio.wait(
+                {began, decode_task}, timeout=self._deadlines.kv_wait, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            began.cancel()
         if not done:
             raise self._no_kv(pair)
 

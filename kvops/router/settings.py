@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path  # noqa: TC003 - msgspec reads the annotation in a worker
 from typing import Literal
+
+from kvops.router.handles import Identity  # noqa: TC001 - likewise
 
 ModeName = Literal["pull", "push", "bidirectional", "auto"]
 MODES: tuple[ModeName, ...] = ("pull", "push", "bidirectional", "auto")
@@ -77,6 +79,7 @@ class Settings:
         ttl_margin_seconds: a handle this near to its end is not used: P may queue before it reads (``margin_of``).
         probe_seconds: time between two health probes of an engine.
         journal: file to which one line a request is appended, None for no journal.
+        identities: by name of a prefill engine, its NIXL side as whoever started it knows it; push asks the others.
     """
 
     mode: ModeName = "pull"
@@ -87,6 +90,7 @@ class Settings:
     ttl_margin_seconds: float = TTL_MARGIN_SECONDS
     probe_seconds: float = 5.0
     journal: Path | None = None
+    identities: dict[str, Identity] = field(default_factory=dict)
 
 
 def margin_of(decoder_ttl_seconds: float) -> float:

@@ -7,6 +7,8 @@ Rounds of one request, many of them, get the most out of a machine that is not q
 which the same requests went, is told beside:
 
     python tests/bench/cpu_pairs.py --mode pull --input-tokens 1024 --output-tokens 32 --rate 0 --seconds 1 --rounds 150
+
+With --control both pairs are without: what it says then is the noise.
 """
 
 from __future__ import annotations
@@ -27,8 +29,7 @@ from engine_pair import Engine, Pair, tokens  # noqa: E402
 TOKENS = (33, 123)
 
 
-def engines(mode: str, folder: Path, *, stock: bool) -> list[Engine]:
-    name = "stock" if stock else "kvops"
+def engines(mode: str, folder: Path, name: str, *, stock: bool) -> list[Engine]:
     connector = "NixlPushConnector" if mode == "push" else "NixlConnector"
     roles = ("kv_producer", "kv_consumer") if mode == "push" else ("kv_both", "kv_both")
     args = ("--no-enable-prefix-caching",)
@@ -53,21 +54,24 @@ def cpu_seconds(pair: list[Engine]) -> float:
 
 
 def main() -> None:
-    options = paired_latency.parser().parse_args()
+    parser = paired_latency.parser()
+    parser.add_argument("--control", action="store_true", help="compare the pair without instruments with another one")
+    options = parser.parse_args()
+    names = ("stock", "control" if options.control else "kvops")
     options.token_range = TOKENS
     with tempfile.TemporaryDirectory() as folder:
-        pairs = [engines(options.mode, Path(folder), stock=stock) for stock in (True, False)]
+        pairs = [engines(options.mode, Path(folder), name, stock=name != "kvops") for name in names]
         started = [engine for pair in pairs for engine in pair]
         try:
             for engine in started:
                 engine.start()
             for engine in started:
                 engine.wait_ready()
-            options.a, options.b = (spec(name, *pair) for name, pair in zip(("stock", "kvops"), pairs, strict=True))
+            options.a, options.b = (spec(name, *pair) for name, pair in zip(names, pairs, strict=True))
             before = [cpu_seconds(pair) for pair in pairs]
             asyncio.run(paired_latency.main(options))
-            stock, kvops = (cpu_seconds(pair) - used for pair, used in zip(pairs, before, strict=True))
-            print(f"CPU time  stock {stock:.1f} s  kvops {kvops:.1f} s  kvops/stock {kvops / stock:.4f}")
+            a, b = (cpu_seconds(pair) - used for pair, used in zip(pairs, before, strict=True))
+            print(f"CPU   A {a:.1f} s  B {b:.1f} s  B/A {b / a:.4f}")
         finally:
             for engine in started:
                 engine.stop()

@@ -262,14 +262,20 @@ async def measure_memory(stack: ExitStack, urls: tuple[str, str]) -> dict[str, f
 
 
 def show(result: dict[str, object]) -> None:
-    print("| target | what | at once | per second | p50 ms | p99 ms | router CPU us each | spread |")
-    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    """Print the rows as a Markdown table; latencies of a router are what it adds to those of the direct client."""
     rows = result["rows"]
     assert isinstance(rows, list)
+    direct = {(row["what"], row["at_once"]): row for row in rows if row["target"] == "direct"}
+    print("| | at once | through | per second | p50 ms | p99 ms | CPU us each | spread |")
+    print("|---|---:|---|---:|---:|---:|---:|---:|")
     for row in rows:
+        base, sign, cpu = {"p50_ms": 0.0, "p99_ms": 0.0}, "", ""
+        if row["target"] != "direct":
+            base, sign, cpu = direct[row["what"], row["at_once"]], "+", f"{row['cpu_us']:.0f}"
+        p50, p99 = (f"{row[key] - base[key]:{sign}.2f}" for key in ("p50_ms", "p99_ms"))
         print(
-            f"| {row['target']} | {row['what']} | {row['at_once']} | {row['per_second']:.0f} | {row['p50_ms']:.2f} | "
-            f"{row['p99_ms']:.2f} | {row['cpu_us']:.0f} | {row['spread']:.0%} |"
+            f"| {row['what']} | {row['at_once']} | {row['target']} | {row['per_second']:.0f} | {p50} | {p99} | {cpu} | "
+            f"{row['spread']:.0%} |"
         )
     print(f"\nmemory, MiB: {result['memory_mib']}\nload average at the end: {result['load_average']}")
 

@@ -14,8 +14,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.engine)
-            if item.path.parent.name == "router":
-                item.add_marker(pytest.mark.fleet)
             item.add_marker(pytest.mark.timeout(UP_TIMEOUT_SECONDS))
 
 

@@ -136,6 +136,15 @@ async def test_sixteen_clients_at_once_all_get_their_own_answer(fleet: Fleet) ->
     assert [text_of(answer) for _, answer in routed] == alone
 
 
+async def test_every_turn_of_a_conversation_is_answered_as_by_one_engine_alone(fleet: Fleet) -> None:
+    prompt = make_prompt()
+    for _ in range(5):
+        _, alone = await fleet.post(COMPLETIONS, completion(prompt=prompt), "prefill-0")
+        _, routed = await fleet.post(COMPLETIONS, completion(prompt=prompt))
+        assert text_of(routed) == text_of(alone)
+        prompt += text_of(routed) + make_prompt()[:100]
+
+
 async def test_a_client_that_leaves_leaves_no_block_behind(fleet: Fleet) -> None:
     leaving = [asyncio.create_task(fleet.post(COMPLETIONS, completion(max_tokens=2000))) for _ in range(4)]
     for delay, task in zip((0.02, 0.1, 0.3, 1.0), leaving, strict=True):

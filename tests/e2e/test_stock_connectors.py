@@ -10,6 +10,8 @@ import pytest
 from kvops.launch.processes import pids_of_run
 from real_fleet import COMPLETIONS, Fleet, Up, completion, kvops, text_of
 
+pytestmark = pytest.mark.fleet
+
 
 @pytest.fixture(scope="module")
 def fleet(up: Up) -> Fleet:

@@ -187,7 +187,9 @@ async def slow_peer(stage: Stage) -> None:
 
 def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
-        process.send_signal(number)
+        # Children of a killed engine may be gone before their turn comes.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 async def registrations_without_prefill(stage: Stage) -> None:
@@ -249,7 +251,8 @@ def act(play: Callable[[Stage], Awaitable[None]], *fires: str, may: tuple[str, .
 WATCHDOG = "KvopsWatchdog"
 # Consequences of trouble that already has its alert: they depend on how many requests were under way at that moment.
 BURN = ("KvopsHandoffErrorBudgetBurn", "KvopsHandoffErrorBudgetBurnSlow", "KvopsRecomputeHigh")
-# A prefill that ends just as its client leaves keeps its blocks until the lease ends, for the router has no handle yet.
+# A prefill that ends just as its client leaves keeps its blocks until the lease ends, for the router has no handle yet;
+# the alert may come an act later.
 UNREAD = ("KvopsLeaseExpired", "KvopsStockLeaseExpired")
 OF_A_DEAD_PEER = (
     *BURN,
@@ -279,7 +282,7 @@ SCRIPT: dict[str, tuple[Act, ...]] = {
     "bidirectional": (
         act(healthy),
         act(aborted_clients, may=UNREAD),
-        act(readbacks_too_late, "KvopsReadbackDeclined", may=BURN),
+        act(readbacks_too_late, "KvopsReadbackDeclined", may=(*BURN, *UNREAD)),
         act(
             killed_decode,
             *("KvopsTargetDown", "KvopsRouterNoEngine", "KvopsRouterEngineOut", "KvopsRouterErrorBudgetBurn"),
@@ -292,7 +295,7 @@ SCRIPT: dict[str, tuple[Act, ...]] = {
         act(
             registrations_without_prefill,
             *("KvopsPushRegistrationStuck", "KvopsPushTimeouts", "KvopsKvFailedRequests"),
-            may=BURN,
+            may=(*BURN, *UNREAD),
         ),
         act(
             killed_prefill,

@@ -27,7 +27,7 @@ def problem_of(tmp_path: Path, text: str) -> str:
         (
             "zzz: 1\n",
             "kvops.yaml:1: unknown key zzz; known here: model, mode, platform, preset, prefill, decode, kv, transport, "
-            "router, observability, kubernetes, slurm",
+            "router, observability, kubernetes, slurm, compose",
         ),
         (
             "decode:\n  replicas: 0\n",

@@ -124,6 +124,19 @@ def test_a_hit_in_decodes_prefix_cache_is_not_written_again(pair: Pair, address:
     assert pair.prefill.hold_end(answer.id).transfer.bytes == (blocks(300) - 5) * BLOCK_BYTES
 
 
+def test_a_conversation_writes_in_every_turn_only_what_decode_does_not_have(pair: Pair, address: dict[str, Any]):
+    prompt = tokens(150)
+    for turn in range(1, 6):
+        answer = together(pair, address, prompt)
+        spent = pair.decode.record(answer.id).tokens
+        assert (spent.local_hit > 100 * (turn - 1)) == (turn > 1)
+        assert spent.local_hit + spent.remote + 1 == len(prompt)
+        written = blocks(len(prompt)) - spent.local_hit // BLOCK_TOKENS
+        assert pair.prefill.hold_end(answer.id).transfer.bytes == written * BLOCK_BYTES
+        assert answer.token_ids == alone(pair.decode, prompt)
+        prompt = [*prompt, *answer.token_ids, *tokens(100)]
+
+
 def test_finished_blocks_that_nobody_registers_for_expire(pair: Pair):
     first = pair.prefill_leg(tokens(200))
     pending = "kvops_push_pending"

@@ -81,7 +81,7 @@ async def test_mixed_requests_are_answered_right_while_clients_leave(fleet: Loos
                 wrong.append((body, texts, alone[index]))
 
         plans = [
-            (dice.randrange(len(kinds)), dice.uniform(0, 2) if dice.random() < 0.3 else None, dice.random() < 0.5)
+            (dice.randrange(len(kinds)), dice.uniform(0, 1) if dice.random() < 0.3 else None, dice.random() < 0.5)
             for _ in range(REQUESTS)
         ]
         await asyncio.gather(*(one(*plan) for plan in plans))
@@ -90,6 +90,7 @@ async def test_mixed_requests_are_answered_right_while_clients_leave(fleet: Loos
     await fleet.until_idle()
 
 
+@pytest.mark.fleet
 async def test_blocks_that_nobody_reads_are_given_back_at_once(fleet: LooseFleet) -> None:
     if fleet.plan.mode == "push":
         # In push mode P frees blocks when it has written them, or when the lease ends.
@@ -112,6 +113,7 @@ async def test_blocks_that_nobody_reads_are_given_back_at_once(fleet: LooseFleet
     assert (await fleet.metrics("prefill-0")).total("vllm:nixl_num_kv_expired_reqs_total") == expired_before
 
 
+@pytest.mark.fleet
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_conversation_goes_on_as_on_one_engine(fleet: LooseFleet, streamed: bool) -> None:
     name = make_prompt()[:32]
@@ -128,6 +130,7 @@ async def test_a_conversation_goes_on_as_on_one_engine(fleet: LooseFleet, stream
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": make_prompt()}]
 
 
+@pytest.mark.fleet
 async def test_the_journal_holds_the_legs_of_every_request(fleet: LooseFleet) -> None:
     status, _ = await fleet.post(COMPLETIONS, STOPS | {"prompt": make_prompt()})
     assert status == 200

@@ -12,8 +12,9 @@ import pytest
 from matplotlib.image import imread
 
 from kvops.journal.advice import Advice, Point
-from kvops.journal.figures import ALL, Cell, Figures, Flow, Held, Kv, Prompts
+from kvops.journal.figures import Cell, Figures, Flow, Held, Kv, Prompts
 from kvops.journal.intervals import Estimate
+from kvops.journal.legs import ALL
 from kvops.journal.page import page
 
 

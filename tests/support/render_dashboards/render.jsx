@@ -16,6 +16,8 @@ import {
   ThemeContext,
   TimeSeries,
 } from '@grafana/ui';
+import inter from '@fontsource/inter/files/inter-latin-400-normal.woff2';
+import interMedium from '@fontsource/inter/files/inter-latin-500-normal.woff2';
 import uplotStyle from 'uplot/dist/uPlot.min.css';
 import { createRoot } from 'react-dom/client';
 import { firstValueFrom } from 'rxjs';
@@ -158,12 +160,12 @@ function Body({ panel, frames, width, height }) {
     return <BigValue value={shown.display} sparkline={shown.sparkline} width={width} height={height} theme={theme}
       colorMode={panel.options.colorMode} graphMode={panel.options.graphMode} textMode="value" justifyMode="auto" />;
   }
+  if (panel.type === 'table' && frames[0]?.length) {
+    return <Cells frame={frames[0]} />;
+  }
   const points = frames.some((frame) => frame.fields.some((f) => f.type === FieldType.number && f.values.some((v) => v !== null)));
   if (!points) {
     return <div data-empty style={{ padding: 20, color: '#f66' }}>no data</div>;
-  }
-  if (panel.type === 'table') {
-    return <Cells frame={frames[0]} />;
   }
   return <TimeSeries frames={custom(frames, panel)} timeRange={{ from: { valueOf: () => start * 1000 }, to: { valueOf: () => end * 1000 } }}
     timeZone="utc" width={width} height={height} legend={panel.options.legend} options={panel.options} />;
@@ -186,7 +188,14 @@ function Drawn({ panel, frames, error, top }) {
   );
 }
 
+// Grafana measures the labels of axes in this font; in another one they are cut off.
+async function loadFonts() {
+  const faces = [['400', inter], ['500', interMedium]].map(([weight, url]) => new FontFace('Inter', `url(${url})`, { weight }));
+  (await Promise.all(faces.map((face) => face.load()))).forEach((face) => document.fonts.add(face));
+}
+
 async function main() {
+  await loadFonts();
   const drawn = [];
   for (const panel of board.panels) {
     try {

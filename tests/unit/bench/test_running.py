@@ -88,7 +88,7 @@ async def test_a_server_that_stands_still_ends_the_run_rather_than_filling_memor
 
 async def test_one_at_a_time_waits_for_each_answer(fleet):
     sink = await run(fleet, sweep(cells=(Cell(input_tokens=8),)))
-    ends = [result.sent + result.e2e_seconds for result in sink.requests]
+    ends = [result.scheduled + result.e2e_seconds for result in sink.requests]
     assert all(later.sent >= end - 0.001 for end, later in zip(ends, sink.requests[1:], strict=False))
 
 
@@ -124,17 +124,32 @@ async def test_aborted_turns_do_not_end_the_conversation(fleet):
 async def test_what_the_engines_counted_is_told_per_cell(fleet):
     sink = await run(fleet, sweep())
     assert sink.cells[0].decode.transferred_tokens == 80
-    assert counters.problems(sink.cells[0]) == []
+    assert counters.problems(sink.cells[0], fleet.leg(), continues=False) == []
 
 
 async def test_a_cell_without_kv_movement_is_a_problem(fleet, monkeypatch):
     monkeypatch.setattr(counters, "_SETTLE_SECONDS", 0.1)
     fleet.moves_kv = False
     sink = await run(fleet, sweep())
-    assert "no KV moved" in counters.problems(sink.cells[0])[0]
+    assert "no KV moved" in counters.problems(sink.cells[0], fleet.leg(), continues=False)[0]
+
+
+async def test_conversations_without_any_readback_are_a_problem(fleet):
+    named = fleet.leg("on", conversation_ids=True, prefill_cache="cold")
+    sink = await run(fleet, turns(), named)
+    assert "nothing was read back" in counters.problems(sink.cells[0], named, continues=True)[0]
+    assert counters.problems(sink.cells[0], named, continues=False) == []
+
+
+async def test_a_prefill_that_is_called_cold_but_knew_the_prompts_is_a_problem(fleet):
+    sink = await run(fleet, sweep(warm_up=0))
+    sink.cells[0].prefill.computed_tokens, sink.cells[0].prefill.cached_tokens = 40, 40
+    (problem,) = counters.problems(sink.cells[0], fleet.leg(prefill_cache="cold"), continues=False)
+    assert "called cold but found 40 of 80 prompt tokens in its own cache" in problem
+    assert counters.problems(sink.cells[0], fleet.leg(prefill_cache="warm"), continues=False) == []
 
 
 async def test_a_read_after_expiry_is_a_problem(fleet):
     fleet.late_reads = 3
     sink = await run(fleet, sweep(warm_up=0))
-    assert "3 times KV was read after" in counters.problems(sink.cells[0])[0]
+    assert "3 times KV was read after" in counters.problems(sink.cells[0], fleet.leg(), continues=False)[0]

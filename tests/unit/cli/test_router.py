@@ -20,6 +20,9 @@ ENGINES = ["--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8
         ),
         ([*ENGINES, "--api-key-file", "/nonexistent"], "cannot read /nonexistent: No such file"),
         (ENGINES[:2], "there is no decode engine"),
+        ([*ENGINES, "--identity", "http://127.0.0.1:8100,engine_id=x"], "missing required field `host`"),
+        ([*ENGINES, "--identity", "http://127.0.0.1:8100"], "write it as http://HOST:PORT,engine_id=ID"),
+        ([*ENGINES, "--identity", "http://a:1,engine_id=x,host=a,port=b,tp_size=1"], "Expected `int`"),
     ],
 )
 def test_what_cannot_be_served_is_explained(args: list[str], sentence: str) -> None:

@@ -28,7 +28,7 @@ VLLM = {
     "time_to_first_token_seconds",
 }
 # Names that look like metrics and are modules.
-NOT_METRICS = {"kvops_connectors", "kvops_dashboards"}
+NOT_METRICS = {"kvops_connectors", "kvops_dashboards", "kvops_image"}
 # Metrics in no rule and no runbook, and why.
 ELSEWHERE = {
     "kvops_prompt_tokens_total": "a whole to divide by; shown by kvops top",

@@ -18,7 +18,7 @@ from kvops.journal.advice import (
     recompute_threshold,
     ttl_point,
 )
-from kvops.journal.figures import ALL, Leg, legs_of_paths
+from kvops.journal.legs import ALL, Leg, legs_of_paths
 from kvops.journal.observations import Turns
 from kvops.journal.tables import Journal, find_files
 from kvops.topology import load_topology

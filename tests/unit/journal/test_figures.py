@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvops.errors import KvopsError
-from kvops.journal.figures import ALL, Prompts, compare, figures, legs_of_paths
+from kvops.journal.figures import Prompts, compare, figures
+from kvops.journal.legs import ALL, legs_of_paths
 from kvops.journal.tables import Journal, find_files
 from kvops.journal.text import notes
 from kvops.router.journal import LegRecord
@@ -76,7 +77,7 @@ def test_the_wait_for_kv_is_split_without_counting_posting_twice(folder: Path) -
 
     assert kv is not None
     phases = {name: found.value for name, found in kv.flows[0].phase_seconds.items()}
-    expected = {"queue": 0.005, "handshake": 0.01, "post": 0.004, "data": 0.016, "other": 0.01}
+    expected = {"queue": 0.005, "prefill": 0, "handshake": 0.01, "post": 0.004, "data": 0.016, "other": 0.01}
     assert phases == pytest.approx(expected, abs=1e-5)
     assert kv.flows[0].post_share == pytest.approx(0.2)
 
@@ -102,6 +103,19 @@ def test_a_write_of_push_is_found_on_prefills_hold(tmp_path: Path) -> None:
     assert kv is not None
     assert kv.flows[0].phase_seconds["data"].value == pytest.approx(0.016)
     assert kv.flows[0].bytes == 8_000_000
+
+
+def test_decodes_wait_for_a_prefill_that_goes_on_is_told_apart_in_push(tmp_path: Path) -> None:
+    _, prefill, decode, hold = (msgspec.structs.replace(line, mode="push") for line in pulled())
+    prefill.times.finished = decode.times.allocated + 0.008
+    (tmp_path / "all.jsonl").write_bytes(encoded([prefill, decode, hold]))
+
+    kv = figures(legs_of_paths([tmp_path])[0]).kv
+
+    assert kv is not None
+    phases = {name: found.value for name, found in kv.flows[0].phase_seconds.items()}
+    assert phases["prefill"] == pytest.approx(0.008, abs=1e-5)
+    assert sum(phases.values()) == pytest.approx(0.005 + 0.04, abs=1e-5)
 
 
 def test_rotated_and_compressed_files_are_read(tmp_path: Path) -> None:

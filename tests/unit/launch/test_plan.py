@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,24 @@ def test_workers_and_admin_port_of_the_router_are_passed_on() -> None:
     argv = plan_of(router={"workers": 2, "admin_port": admin_port}).router.argv
     assert argv[argv.index("--workers") + 1] == "2"
     assert argv[argv.index("--admin-port") + 1] == str(admin_port)
+
+
+def identities(plan: Plan) -> list[str]:
+    return [value for flag, value in pairwise(plan.router.argv) if flag == "--identity"]
+
+
+def test_a_router_in_push_mode_is_told_who_each_prefill_rank_is() -> None:
+    plan = plan_of(mode="push", prefill={"replicas": 1, "data_parallel": 2})
+    prefill = plan.role("prefill")[0]
+    first, second = prefill.side_channel_ports
+    assert identities(plan) == [
+        f"{prefill.url}#0,engine_id={prefill.engine_id}_dp0,host=127.0.0.1,port={first},tp_size=1",
+        f"{prefill.url}#1,engine_id={prefill.engine_id}_dp1,host=127.0.0.1,port={second},tp_size=1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"mode": "pull"}, {"mode": "push", "prefill": {"args": ["--pipeline-parallel-size", "2"]}}]
+)
+def test_a_router_is_not_told_what_it_need_not_or_cannot_know(overrides: dict[str, Any]) -> None:
+    assert identities(plan_of(**overrides)) == []

@@ -178,6 +178,15 @@ async def test_no_id_is_used_twice(start, mode):
     assert "always-the-same" not in decode
 
 
+@row(9)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_push_sends_both_legs_to_the_same_endpoint(start, path):
+    setup = await start("push")
+    async with setup.ask(path) as answer:
+        assert answer.status == 200
+    assert setup.prefill[0].calls[-1].path == setup.decode[0].calls[0].path == path
+
+
 @row(10)
 @pytest.mark.parametrize("failure", ["status:500", "drop", "status:400", "no_handle"])
 async def test_push_aborts_decode_when_prefill_fails(start, failure):
@@ -218,6 +227,15 @@ async def test_a_router_of_the_wrong_mode_says_so_and_gives_decode_nothing(start
     setup.prefill[0].transfer_mode = connector
     async with setup.ask() as answer:
         assert answer.status == 502
+    assert setup.decode[0].served() == []
+
+
+@row(12)
+async def test_prefill_engines_of_two_connectors_serve_nobody(start):
+    setup = await start("auto", prefill=2)
+    setup.prefill[0].transfer_mode = "push"
+    async with setup.ask() as answer:
+        assert (answer.status, (await answer.json())["error"]["type"]) == (502, "prefill_failed")
     assert setup.decode[0].served() == []
 
 
@@ -341,6 +359,25 @@ async def test_a_draining_engine_gets_nothing_new_and_finishes_what_it_has(start
                 assert other.status == 200
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
     assert len(holder.served()) == 1
+
+
+@row(17)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_was_learned_of_an_engine_does_not_outlive_its_process(start, role):
+    setup = await start("push" if role == "prefill" else "bidirectional")
+    async with setup.ask(conversation_id="c") as answer:
+        assert answer.status == 200
+    engine, endpoint = getattr(setup, role)[0], getattr(setup.router, role).endpoints[0]
+    await wait_until(lambda: endpoint.started_at == 1000.0)
+    engine.started_at, engine.engine_id = 2000.0, "engine-reborn"
+    await wait_until(lambda: endpoint.generation == 1)
+    async with setup.ask(conversation_id="c") as answer:
+        assert answer.status == 200
+    if role == "prefill":
+        assert setup.decode[0].served()[-1].params["remote_engine_id"] == "engine-reborn"
+    else:
+        assert setup.prefill[0].served()[-1].params["remote_block_ids"] is None
+        assert setup.metric("kvops_router_handles_total", outcome="restarted") == 1
 
 
 @row(18)

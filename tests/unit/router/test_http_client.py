@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvops.router.http_client import Body, BrokenOffError, ConnectError, Connection, HttpClient, Response
+from kvops.router.http_client import Body, BrokenOffError, ConnectError, Connection, HttpClient, LateError, Response
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Serve = Callable[[Answer], Awaitable[str]]
@@ -61,7 +61,7 @@ def saying(*parts: bytes) -> Answer:
 
 
 async def post(client: HttpClient, url: str, content: bytes = b"{}") -> Response:
-    return await client.post(url, "/v1/completions", {"Authorization": "Bearer k"}, Body(content), 30)
+    return await client.post(url, "/v1/completions", {"Authorization": "Bearer k"}, Body(content))
 
 
 async def test_a_request_is_sent_whole(client: HttpClient, serve: Serve) -> None:
@@ -194,7 +194,7 @@ async def test_an_answer_that_is_not_whole_is_told_from_one_that_is(
 async def test_nobody_there_is_no_connection_and_nothing_is_sent(client: HttpClient) -> None:
     body = Body(b"{}")
     with pytest.raises(ConnectError):
-        await client.post("http://127.0.0.1:1", "/", {}, body, 30)
+        await client.post("http://127.0.0.1:1", "/", {}, body)
     assert not body.began
 
 
@@ -215,4 +215,12 @@ async def test_an_engine_is_made_to_wait_for_a_slow_reader(client: HttpClient, s
         await asyncio.sleep(0.01)
     assert sent < 32
     assert len(await response.read()) == 64 * 2**20
+    response.close()
+
+
+async def test_an_answer_that_is_not_whole_in_time_is_given_up(client: HttpClient, serve: Serve) -> None:
+    url = await serve(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"))
+    response = await client.post(url, "/", {}, Body(b"{}"), 0.1)
+    with pytest.raises(LateError):
+        await response.read()
     response.close()

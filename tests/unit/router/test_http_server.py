@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvops.router import http_server
 from kvops.router.app import listen, make_router, served
 from kvops.router.endpoints import Sources
 from kvops.router.errors import RouterError, error_response
@@ -182,12 +184,13 @@ async def echoing(**limits: float) -> AsyncIterator[tuple[Echo, int]]:
     echo = Echo()
     given: dict[str, Any] = {"connections": 8, "body_bytes": 1000, "head_seconds": 5, "body_seconds": 5}
     server = Server(echo, **given | {"sending_seconds": 5} | limits)
-    accepting = await asyncio.get_running_loop().create_server(server.protocol, "127.0.0.1", 0)
+    (listener,) = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server.accept_from(listener, None)
     watching = asyncio.create_task(server.watch())
     try:
-        yield echo, accepting.sockets[0].getsockname()[1]
+        yield echo, port
     finally:
-        accepting.close()
         echo.go_on.set()
         await server.close(5)
         watching.cancel()
@@ -241,6 +244,27 @@ async def test_a_body_may_come_in_chunks():
             b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n3\r\ncde\r\n0\r\n\r\n"
         )
         assert await answer(reader) == (200, b"POST abcde")
+        writer.close()
+
+
+async def test_a_trailer_is_passed_over():
+    async with echoing() as (_, port):
+        reader, writer = await connect(port)
+        for _ in range(2):
+            writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\nX-Late: 1\r\n\r\n")
+            assert await answer(reader) == (200, b"POST ab")
+        writer.close()
+
+
+async def test_a_trailer_without_end_is_not_kept():
+    async with echoing() as (echo, port):
+        reader, writer = await connect(port)
+        writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\nX-Late: ")
+        for _ in range(3):
+            writer.write(b"a" * 50_000)
+            await asyncio.sleep(0.05)
+        assert (await answer(reader))[0] == 431
+        assert echo.served == 0
         writer.close()
 
 
@@ -384,6 +408,36 @@ async def test_the_head_of_a_request_sent_ahead_has_its_time_once_it_is_its_turn
         echo.go_on.set()
         assert (await answer(reader))[0] == 200
         assert (await answer(reader))[0] == 408
+        writer.close()
+
+
+async def test_many_new_clients_are_let_in_at_once():
+    async with echoing(connections=50) as (echo, port):
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
+        for client in clients:
+            client.sendall(post("/", b"hello"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert echo.served == 50
+        for client in clients:
+            client.close()
+
+
+async def test_a_process_without_descriptors_lets_clients_in_later(monkeypatch):
+    monkeypatch.setattr(http_server, "_NO_DESCRIPTOR_SECONDS", 0.05)
+    async with echoing() as (_, port):
+        accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+        def accept_later(listener):
+            if failures:
+                raise failures.pop()
+            return accept(listener)
+
+        monkeypatch.setattr(socket.socket, "accept", accept_later)
+        reader, writer = await connect(port)
+        writer.write(post("/", b"hello"))
+        assert await answer(reader) == (200, b"POST hello")
+        assert not failures
         writer.close()
 
 

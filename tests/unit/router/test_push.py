@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
 from kvops.router import push
+from kvops.router.handles import Identity
 from kvops.router.settings import Deadlines
 from scripted_engines import wait_until
 
@@ -36,6 +38,51 @@ async def test_prefills_identity_is_learned_once(start):
         async with setup.ask() as answer:
             assert answer.status == 200
     assert [call.body["prompt"] for call in setup.prefill[0].calls] == [[1], "hi", "hi", "hi"]
+
+
+def tell(setup, engine_id):
+    """Tell the router P's identity, as the launcher does."""
+    identity = Identity(engine_id=engine_id, host="127.0.0.1", port=5600, tp_size=1)
+    setup.router.settings.identities[setup.prefill[0].url] = identity
+
+
+async def test_a_prefill_whose_identity_was_told_is_not_asked(start):
+    setup = await start("push")
+    tell(setup, "engine-prefill-0")
+    for _ in range(2):
+        async with setup.ask() as answer:
+            assert answer.status == 200
+    assert [call.body["prompt"] for call in setup.prefill[0].calls] == ["hi", "hi"]
+    assert {call.params["remote_engine_id"] for call in setup.decode[0].calls} == {"engine-prefill-0"}
+
+
+async def test_a_told_identity_that_holds_no_more_is_replaced_by_what_prefill_says(start):
+    setup = await start("push")
+    tell(setup, "engine-of-yesterday")
+    setup.decode[0].script.append("hang")
+    for _ in range(2):
+        async with setup.ask() as answer:
+            assert answer.status == 200
+    told = [call.params["remote_engine_id"] for call in setup.decode[0].calls]
+    assert told == ["engine-of-yesterday", "engine-prefill-0", "engine-prefill-0"]
+
+
+async def test_a_told_identity_is_asked_anew_once_prefill_has_restarted(start):
+    setup = await start("push")
+    tell(setup, "engine-prefill-0")
+    setup.router.prefill.endpoints[0].restarted()
+    async with setup.ask() as answer:
+        assert answer.status == 200
+    assert [call.body["prompt"] for call in setup.prefill[0].calls] == [[1], "hi"]
+
+
+async def test_auto_asks_a_prefill_for_its_mode_even_if_it_was_told_who_it_is(start):
+    setup = await start("auto")
+    setup.fleet.mode = setup.prefill[0].transfer_mode = "push"
+    tell(setup, "engine-prefill-0")
+    async with setup.ask() as answer:
+        assert answer.status == 200
+    assert "transfer_id" in setup.decode[0].calls[0].params
 
 
 async def test_a_restarted_prefill_is_noticed_and_the_request_served_again(start):
@@ -154,3 +201,19 @@ async def test_a_push_connector_that_does_not_say_so_is_trusted_in_push_mode(sta
     setup.prefill[0].transfer_mode = None
     async with setup.ask() as answer:
         assert answer.status == 200
+
+
+async def test_a_client_that_leaves_while_decode_waits_leaves_no_task_behind(start, caplog):
+    setup = await start("push")
+    setup.decode[0].script.append("hang")
+    before = waiting_tasks()
+    request = asyncio.ensure_future(setup.ask(stream=True).__aenter__())
+    await wait_until(lambda: waiting_tasks() - before)
+    request.cancel()
+    await wait_until(lambda: setup.decode[0].calls[0].ended == "aborted")
+    gc.collect()
+    assert "Task was destroyed but it is pending" not in caplog.text
+
+
+def waiting_tasks() -> set[asyncio.Task[object]]:
+    return {task for task in asyncio.all_tasks() if "Event.wait" in repr(task.get_coro())}
