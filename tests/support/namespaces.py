@@ -42,13 +42,6 @@ class Cluster:
     def on(self, host: int, *argv: str) -> list[str]:
         return ["ip", "netns", "exec", self.names[host], *argv]
 
-    def cut(self, host: int) -> None:
-        """Take the host off the switch."""
-        ip("-n", self.switch, "link", "set", f"p{host}", "down")
-
-    def mend(self, host: int) -> None:
-        ip("-n", self.switch, "link", "set", f"p{host}", "up")
-
     def cut_between(self, one: int, other: int) -> None:
         """Let frames between two hosts go nowhere, silently; both still reach all others."""
         for here, there in ((one, other), (other, one)):
