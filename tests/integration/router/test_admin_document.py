@@ -17,7 +17,6 @@ from kvops.router.settings import Settings
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
 async def test_the_admin_api_does_what_its_document_says(tmp_path: Path) -> None:
-    pytest.importorskip("schemathesis")
     router = make_router(Sources({"prefill": ["http://127.0.0.1:1"], "decode": ["http://127.0.0.1:1"]}), Settings())
     (listener,) = listen("127.0.0.1", 0)
     (admin,) = listen("127.0.0.1", 0)

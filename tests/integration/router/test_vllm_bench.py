@@ -29,7 +29,6 @@ main(parser.parse_args())
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mode", ["pull", "push", "bidirectional"])
 async def test_vllm_bench_serve_completes_every_request(tmp_path: Path, mode: ModeName) -> None:
-    pytest.importorskip("vllm")
     model = tiny_model.ensure_model(tmp_path / "model")
     fleet = FakeFleet(mode=mode)
     engines = [FakeEngine(fleet, role, role) for role in ("prefill", "decode")]

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -11,6 +10,9 @@ from click.testing import CliRunner
 from kvops.cli.main import main
 from kvops.launch import helm, kubernetes
 from kvops.topology import load_topology
+
+# Its wheels are for x86-64 only.
+helm_python: Any = pytest.importorskip("helm_python")
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "render"
 FLEETS = ("p5en-1p1d", "p5en-2p2d", "trn2-1p1d", "p6-b200-two-nodes", "cpu-demo")
