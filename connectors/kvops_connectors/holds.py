@@ -30,7 +30,7 @@ class Holds(Bounded[str, OpenHold]):
         self._samples = samples
         self._requests = dict.fromkeys(HOLDERS, 0)
         self._blocks = dict.fromkeys(HOLDERS, 0)
-        self._ended: Bounded[str, str] = Bounded(10_000)
+        self._ended: Bounded[str, tuple[str, str | None]] = Bounded(10_000)
 
     def grant(self, hold: OpenHold) -> None:
         """Begin a hold."""
@@ -47,9 +47,11 @@ class Holds(Bounded[str, OpenHold]):
             hold.peer_done, hold.ttl_left_seconds = True, min(known, default=None)
 
     def late_notice(self, event: LateNotice) -> None:
-        """Count a notice for blocks that are not held any more."""
-        holder = self._ended.get(event.request_id, "unknown")
-        self._samples.count("kvops_reads_after_expiry_total", 1, holder, request_id=event.request_id)
+        """Count a notice for blocks that are not held any more, unless they had been read in time."""
+        holder, ended_by = self._ended.get(event.request_id, ("unknown", None))
+        # A router whose client left during a readback cannot know that it was over: it has them given back again.
+        if ended_by != "read":
+            self._samples.count("kvops_reads_after_expiry_total", 1, holder, request_id=event.request_id)
 
     def end(self, request_id: str) -> HoldEnd | None:
         """End a hold on all ranks; return its line for the journal, None for a request without one."""
@@ -58,8 +60,8 @@ class Holds(Bounded[str, OpenHold]):
             return None
         self._requests[hold.holder] -= 1
         self._blocks[hold.holder] -= hold.blocks
-        self._ended[request_id] = hold.holder
         entry = _ended_hold(hold)
+        self._ended[request_id] = (hold.holder, entry.ended_by)
         labels = (hold.holder, entry.ended_by or "")
         self._samples.count("kvops_holds_ended_total", 1, *labels)
         self._samples.count("kvops_held_block_seconds_total", hold.blocks * (entry.held_seconds or 0), *labels)

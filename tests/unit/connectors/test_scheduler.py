@@ -274,6 +274,13 @@ def test_a_notice_after_the_end_of_a_hold_names_its_holder(make, journal):
     assert found["kvops_reads_after_expiry_total", "unknown"] == 1
 
 
+def test_a_second_notice_for_blocks_read_in_time_is_no_read_after_expiry(make, journal):
+    ours, over = hold(make, journal, [events.PeerDone(NAME, 21.0)], 30.0)
+    ours.output([events.LateNotice(NAME)], output())
+    assert over.ended_by == "read"
+    assert samples(ours).get(("kvops_reads_after_expiry_total", "prefill"), 0) == 0
+
+
 def test_peers_beyond_the_limit_share_a_label(make):
     ours = make("pull", peer_limit=2)
     ours.output([ended(0, 0.1, peer=f"10.0.0.{number}:5600") for number in range(5)], output())
