@@ -159,10 +159,11 @@ class LooseFleet(Fleet):
     def _argv(self, process: Process) -> list[str]:
         argv = list(process.argv)
         if process.role == "router":
-            return argv
+            return _without_option(argv, "--identity")
         at = argv.index(TRANSFER) + 1
         config = json.loads(argv[at])
-        # Peers would go on using what they know of an engine that died under the same id.
+        # Peers would go on using what they know of an engine that died under the same id. So the router has to learn
+        # what the engines are called.
         config["engine_id"] += f"-{uuid.uuid4().hex[:8]}"
         config["kv_connector_extra_config"]["push_registration_timeout"] = DECODER_TTL_SECONDS
         argv[at] = json.dumps(config)
@@ -233,6 +234,11 @@ class LooseFleet(Fleet):
         end_run(self._run_id)
         for child in self._children.values():
             child.wait()
+
+
+def _without_option(argv: list[str], option: str) -> list[str]:
+    values = {at + 1 for at, word in enumerate(argv) if word == option}
+    return [word for at, word in enumerate(argv) if word != option and at not in values]
 
 
 Up = Callable[..., Fleet]
