@@ -149,9 +149,9 @@ def test_a_side_that_hangs_is_ended_when_time_is_up() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_process_is_left_however_the_command_ends(number: signal.Signals) -> None:
-    command = subprocess.Popen(
-        [*PROBE, "--bytes", "16MiB", "--repeat", "10000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    # What runs in the background of a shell is born deaf to SIGINT, and so would be its children.
+    argv = ["env", "--default-signal=INT", *PROBE, "--bytes", "16MiB", "--repeat", "10000"]
+    command = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     sides = wait_for_sides(command.pid, 2)
     command.send_signal(number)
     command.wait(PATIENCE_SECONDS)
