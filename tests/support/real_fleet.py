@@ -113,6 +113,10 @@ class Fleet:
         return await self.total("vllm:kv_cache_usage_perc", *roles)
 
 
+# vLLM takes no tools at all without a parser for their calls.
+TOOL_CALLS = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+
+
 class LooseFleet(Fleet):
     """Two prefill and two decode engines that nobody supervises: they can be stopped, killed and started again."""
 
@@ -120,8 +124,8 @@ class LooseFleet(Fleet):
         """Plan it."""
         overrides = {
             "mode": mode,
-            "prefill": {"replicas": 2},
-            "decode": {"replicas": 2},
+            "prefill": {"replicas": 2, "args": TOOL_CALLS},
+            "decode": {"replicas": 2, "args": TOOL_CALLS},
             "kv": {"lease": LEASE_SECONDS, "decoder_ttl": DECODER_TTL_SECONDS},
             "router": {"admin_port": free_port()},
         }
