@@ -59,10 +59,11 @@ class Platform(StrEnum):
 
 
 def _expand_devices(value: object) -> object:
-    """Turn ``0-3`` into ``[0, 1, 2, 3]``; anything else is left for the type check."""
-    if isinstance(value, str):
-        first, dash, last = value.partition("-")
-        if dash and first.strip().isdigit() and last.strip().isdigit() and int(last) < _MAX_DEVICES:
+    """Turn ``0-3`` into ``[0, 1, 2, 3]`` and ``0`` into ``[0]``; anything else is left for the type check."""
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        first, dash, last = str(value).partition("-")
+        last = last if dash else first
+        if first.strip().isdigit() and last.strip().isdigit() and int(last) < _MAX_DEVICES:
             return list(range(int(first), int(last) + 1))
     return value
 
@@ -474,6 +475,7 @@ def _explain(detail: ErrorDetails, name: str, lines: Mapping[KeyPath, int]) -> s
             f"{where}{_dotted(path)} is {detail['input']!r} but should be a section with keys of its own; indent them"
         )
     expected = detail["msg"].removeprefix("Input should be ").removeprefix("Value should have ")
+    expected = expected.replace("a valid tuple", "a list")
     return f"{where}{_dotted(path)} is {detail['input']!r} but should be {expected}; change the value"
 
 

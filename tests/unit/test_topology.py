@@ -114,6 +114,18 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
         load_topology(file)
 
 
+@pytest.mark.parametrize("written", ["1", '"1"', "[1]", "1-1"])
+def test_one_device_may_stand_alone(tmp_path: Path, written: str) -> None:
+    file = tmp_path / "kvops.yaml"
+    file.write_text(f"preset: cuda-local\nprefill:\n  devices: {written}\ndecode:\n  devices: 0\n")
+    topology = load_topology(file)
+    assert (topology.prefill.devices, topology.decode.devices) == ((1,), (0,))
+
+
+def test_devices_that_are_none_are_refused_in_plain_words(tmp_path: Path) -> None:
+    assert "prefill.devices is 'gpu0' but should be a list" in problem_of(tmp_path, "prefill:\n  devices: gpu0\n")
+
+
 def test_a_huge_range_of_devices_is_refused_without_building_it(tmp_path: Path) -> None:
     assert "prefill.devices" in problem_of(tmp_path, "prefill:\n  devices: 0-99999999999\n")
 
