@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import socket
-import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -15,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from kvops import runbooks
 from kvops_dashboards import rules
+from local_prometheus import prometheus as local_prometheus
+from local_prometheus import targets
 from real_fleet import COMPLETIONS, Fleet, Up, completion, kvops
 
 pytestmark = pytest.mark.system("prometheus")
@@ -33,39 +32,9 @@ def fleet(up: Up) -> Fleet:
 async def prometheus(fleet: Fleet, tmp_path: Path) -> AsyncIterator[str]:
     """Yield the address of a Prometheus that has scraped the fleet, under load, and evaluated the rules."""
     rules.write(tmp_path)
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration(fleet)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(  # noqa: ASYNC220
-            ["prometheus", "--config.file=prometheus.yml", f"--web.listen-address={address}"],
-            cwd=tmp_path,
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        await load_until_rules_ran(fleet, f"http://{address}")
-        yield f"http://{address}"
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def configuration(fleet: Fleet) -> dict[str, Any]:
-    def job(name: str, path: str, *urls: str) -> dict[str, Any]:
-        targets = [url.removeprefix("http://") for url in urls]
-        return {"job_name": name, "metrics_path": path, "static_configs": [{"targets": targets}]}
-
-    engines = [engine.url for role in ("prefill", "decode") for engine in fleet.plan.role(role)]
-    return {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": ["kvops-*.yaml"],
-        "scrape_configs": [
-            job("kvops-engines", "/metrics/", *engines),
-            job("kvops-router", "/metrics", fleet.process("router").url),
-        ],
-    }
+    with local_prometheus(tmp_path, *targets(fleet.plan), ["kvops-*.yaml"]) as url:
+        await load_until_rules_ran(fleet, url)
+        yield url
 
 
 def ask(prometheus: str, expr: str) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import psutil
 
 from kvops.tiny_model import KV_BYTES_PER_TOKEN, default_path, ensure_model
 from kvops_connectors import journal
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,12 +38,6 @@ LEASE_SECONDS = 10
 PUSH_TIMEOUT_SECONDS = 4
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 CLI = [sys.executable, str(ROOT / "tests" / "support" / "vllm_cli.py"), "serve"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def eventually(check: Any, seconds: float = 20.0) -> Any:

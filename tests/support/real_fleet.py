@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from kvops.metrics_text import Samples
 from kvops.tiny_model import default_path, ensure_model
 from kvops.topology import load_topology
 from kvops_connectors import journal
+from ports import free_port
 
 BLOCK_TOKENS = 32
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -246,12 +246,6 @@ def _without_option(argv: list[str], option: str) -> list[str]:
 
 
 Up = Callable[..., Fleet]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def until(look: Callable[[], Awaitable[Any]], seconds: float) -> None:

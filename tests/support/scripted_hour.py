@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,7 +29,7 @@ from hour_rules import began, firing, write_quick_rules
 from kvops.launch.plan import Plan
 from kvops.launch.rundir import RunDir
 from kvops_dashboards.checking import Answer, check
-from kvops_dashboards.scraping import Target, prometheus_config
+from local_prometheus import prometheus, targets
 
 KVOPS = [sys.executable, "-m", "kvops.cli.main"]
 # Short lifetimes, so that they run out within an act.
@@ -338,31 +337,11 @@ def verdict(played: Act, begun: float, alerts: dict[str, list[float]]) -> list[s
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, fleet: RunDir | None = None) -> Iterator[str]:
-    """Run Prometheus over FOLDER/data, scraping ``fleet`` every second, and yield its URL."""
+def watching(folder: Path, fleet: RunDir | None = None) -> Iterator[str]:
+    """Run Prometheus over FOLDER/data under the quick rules, scraping ``fleet``, and yield its URL."""
     engines, routers = targets(fleet.read_plan()) if fleet else ([], [])
-    config = prometheus_config(engines, routers, interval_seconds=1, rule_files=write_quick_rules(folder / "rules"))
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config, sort_keys=False))
-    argv = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    argv += [f"--web.listen-address={address}", "--enable-feature=exemplar-storage"]
-    with (folder / "prometheus.log").open("ab") as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log)
-    try:
-        yield f"http://{address}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def targets(plan: Plan) -> tuple[list[Target], list[Target]]:
-    engines = [
-        Target(f"{each.host}:{each.port}", {"role": each.role, "instance": f"{plan.name}-{each.name}"})
-        for each in plan.engines
-    ]
-    return engines, [Target(f"{plan.router.host}:{plan.router.port}", {"instance": f"{plan.name}-router"})]
+    with prometheus(folder, engines, routers, write_quick_rules(folder / "rules")) as url:
+        yield url
 
 
 @contextlib.contextmanager
@@ -404,7 +383,7 @@ def registration_timeout(dry_run: list[str]) -> dict[str, str]:
 
 def play_scene(folder: Path, scene: str) -> tuple[list[str], list[Answer]]:
     """Return what fired wrongly in one scene, and the answers to every query about its acts."""
-    with fleet(folder, scene) as run_dir, prometheus(folder, run_dir) as url:
+    with fleet(folder, scene) as run_dir, watching(folder, run_dir) as url:
         began = time.time()
         time.sleep(5)
         wrong = asyncio.run(play(run_dir, SCRIPT[scene], url))
@@ -413,7 +392,7 @@ def play_scene(folder: Path, scene: str) -> tuple[list[str], list[Answer]]:
 
 def check_all(folder: Path) -> list[Answer]:
     """Return the answers to every query about everything that was played in FOLDER."""
-    with prometheus(folder) as url:
+    with watching(folder) as url:
         time.sleep(5)
         window = int(time.time() - (folder / "began").stat().st_mtime)
         return asyncio.run(check(url, window_seconds=window, rate_window="10s"))

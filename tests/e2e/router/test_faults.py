@@ -15,6 +15,7 @@ import pytest
 
 from fault_rows import ROWS
 from kvops.launch.canary import make_prompt
+from ports import free_port
 from real_fleet import (
     CHAT,
     COMPLETIONS,
@@ -24,7 +25,6 @@ from real_fleet import (
     completion,
     delta_of,
     events_of,
-    free_port,
     text_of,
     texts_of,
     until,

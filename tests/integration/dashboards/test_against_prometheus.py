@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
-import yaml
 
 from kvops.errors import KvopsError
 from kvops_dashboards import stored
 from kvops_dashboards.checking import check
 from kvops_dashboards.provision import write_provisioning
-from kvops_dashboards.scraping import Target, prometheus_config
+from kvops_dashboards.scraping import Target
+from local_prometheus import prometheus as local_prometheus
 from metric_source import MetricSource
 
 # One after another in one worker: each needs the Prometheus that the module starts.
 pytestmark = [pytest.mark.system("prometheus", "promtool"), pytest.mark.timeout(180)]
 SCRAPES = 8
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def ask(url: str) -> dict:
@@ -54,31 +47,16 @@ def prometheus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prometheus")
     engines, router = [MetricSource(router=False), MetricSource(router=False)], MetricSource(router=True)
     targets = [Target(each.address, {"role": role}) for each, role in zip(engines, ("prefill", "decode"), strict=True)]
-    config = prometheus_config(targets, [Target(router.address)], interval_seconds=1, rule_files=["rules/*.yaml"])
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     (folder / "rules").mkdir()
     for name, text in stored.rule_files().items():
         (folder / "rules" / name).write_text(text)
-    url = f"http://127.0.0.1:{free_port()}"
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={url.removeprefix('http://')}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-        try:
+    try:
+        with local_prometheus(folder, targets, [Target(router.address)], ["rules/*.yaml"]) as url:
             wait_for_scrapes(url)
             yield url
-        finally:
-            server.terminate()
-            server.wait()
-            for source in (*engines, router):
-                source.close()
+    finally:
+        for source in (*engines, router):
+            source.close()
 
 
 async def test_every_panel_has_data(prometheus):

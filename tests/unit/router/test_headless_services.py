@@ -16,6 +16,7 @@ from fake_engine import FakeEngine
 from kvops.router.app import make_router
 from kvops.router.endpoints import Sources
 from kvops.router.settings import Settings
+from ports import free_port
 from scripted_engines import wait_until
 
 
@@ -73,9 +74,7 @@ async def test_a_router_that_is_told_to_end_finishes_what_it_serves() -> None:
     servers = {role: TestServer(engine.app()) for role, engine in engines.items()}
     for server in servers.values():
         await server.start_server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     argv = [arg for role, server in servers.items() for arg in (f"--{role}", str(server.make_url("")).rstrip("/"))]
     router = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvops.cli.main", "router", *argv, "--port", str(port),

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ports import free_port
 
 pytestmark = pytest.mark.system("openssl")
 
@@ -34,9 +35,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 async def test_the_router_serves_https_with_the_given_certificate(certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     engines = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1"]
     tls = ["--tls-cert", str(cert), "--tls-key", str(key), "--port", str(port)]
     router = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvops.cli.main", "router", *engines, *tls)
