@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+# Requests that a rank keeps track of; more than any engine runs at once.
+TRACKED_BY_RANK = 10_000
+
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 

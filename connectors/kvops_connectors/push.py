@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvops_connectors.bounded import Bounded
+from kvops_connectors.bounded import TRACKED_BY_RANK, Bounded
 from kvops_connectors.events import Event, PushRetried, RegistrationLost
 
 if TYPE_CHECKING:
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from kvops_connectors.settings import Settings
 
-# Requests that a rank keeps track of; more than any engine runs at once.
-TRACKED = 10_000
 RETRY_SECONDS = 1.0
 
 # Key in a registration that takes an earlier one of the same request back.
@@ -38,8 +36,8 @@ class Registrations:
         self._timeout = timeout_seconds
         self._grace = settings.push_cancel_grace_seconds
         self._emit = emit
-        self._waiting: Bounded[str, tuple[float, dict[str, Any]]] = Bounded(TRACKED)
-        self._cancelled: Bounded[str, float] = Bounded(TRACKED)
+        self._waiting: Bounded[str, tuple[float, dict[str, Any]]] = Bounded(TRACKED_BY_RANK)
+        self._cancelled: Bounded[str, float] = Bounded(TRACKED_BY_RANK)
 
     def add(self, registrations: dict[str, dict[str, Any]]) -> None:
         """Start the clock of new registrations."""
@@ -97,10 +95,10 @@ class Pushes:
         self._on = settings.push_retry and hasattr(worker, "_deferred_push_inbox")
         self._emit = emit
         self._decoder = msgspec.msgpack.Decoder(Registration)
-        self._begun: Bounded[str, tuple[Any, dict[str, Any]]] = Bounded(TRACKED)
-        self._due: Bounded[str, float] = Bounded(TRACKED)
-        self._cancelled: Bounded[str, bool] = Bounded(TRACKED)
-        self._over: Bounded[str, bool] = Bounded(TRACKED)
+        self._begun: Bounded[str, tuple[Any, dict[str, Any]]] = Bounded(TRACKED_BY_RANK)
+        self._due: Bounded[str, float] = Bounded(TRACKED_BY_RANK)
+        self._cancelled: Bounded[str, bool] = Bounded(TRACKED_BY_RANK)
+        self._over: Bounded[str, bool] = Bounded(TRACKED_BY_RANK)
 
     def registered(self, payload: bytes) -> Registration:
         """Take note of a registration that has arrived, and return what it says.

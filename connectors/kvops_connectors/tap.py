@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvops_connectors.bounded import Bounded
+from kvops_connectors.bounded import TRACKED_BY_RANK, Bounded
 from kvops_connectors.events import Ended, Event, LateNotice, Posted
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class AgentTap:
     def __init__(self, worker: Any, rank: int, guard: Guard, emit: Callable[[Event], None]) -> None:
         self.current = Current()
         self.posted = 0
-        self.noticed: Bounded[str, float | None] = Bounded(10_000)
+        self.noticed: Bounded[str, float | None] = Bounded(TRACKED_BY_RANK)
         self.heartbeats_sent = self.heartbeats_failed = self.lease_renewals = 0
         self.on_registration: Callable[[bytes], None] | None = None
         self._worker = worker

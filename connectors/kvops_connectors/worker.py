@@ -12,7 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from kvops_connectors.bounded import Bounded
+from kvops_connectors.bounded import TRACKED_BY_RANK, Bounded
 from kvops_connectors.events import (
     Errors,
     Event,
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from kvops_connectors.settings import Settings
 
-# Requests that a rank keeps track of; more than any engine runs at once.
-TRACKED = 10_000
 LEVELS_INTERVAL_SECONDS = 1.0
 
 
@@ -56,11 +54,11 @@ class WorkerInstrument:
         self._rank = rank
         self._events: deque[Event] = deque(maxlen=100_000)
         self._tap = AgentTap(worker, rank, self.guard, self._events.append)
-        self._asked_at: Bounded[str, float] = Bounded(TRACKED)
-        self._readbacks: Bounded[str, frozenset[int]] = Bounded(TRACKED)
+        self._asked_at: Bounded[str, float] = Bounded(TRACKED_BY_RANK)
+        self._readbacks: Bounded[str, frozenset[int]] = Bounded(TRACKED_BY_RANK)
         self._handshake_outcomes: Bounded[str, str] = Bounded(1000)
-        self._registered_at: Bounded[str, float] = Bounded(TRACKED)
-        self._prefill_done_at: Bounded[str, float] = Bounded(TRACKED)
+        self._registered_at: Bounded[str, float] = Bounded(TRACKED_BY_RANK)
+        self._prefill_done_at: Bounded[str, float] = Bounded(TRACKED_BY_RANK)
         self._levels: tuple[int, int, int] = (0, 0, 0)
         self._levels_due = 0.0
         self._push = hasattr(worker, "_push_finished_blocks")
