@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = 1.0
 
-# Key in a registration that takes an earlier one of the same request back.
+# Keys in a registration: it takes an earlier one of the same request back; how long decode waits for its fulfilment.
 CANCELLED = "kvops_cancelled"
+TIMEOUT = "kvops_timeout_seconds"
 
 
 class Registrations:
@@ -40,11 +42,16 @@ class Registrations:
         self._cancelled: Bounded[str, float] = Bounded(TRACKED_BY_RANK)
 
     def add(self, registrations: dict[str, dict[str, Any]]) -> None:
-        """Start the clock of new registrations."""
+        """Start the clock of new registrations, and tell prefill how long it runs."""
         if self._on and registrations:
             deadline = time.perf_counter() + self._timeout
             for request_id, registration in registrations.items():
+                registration[TIMEOUT] = self._timeout
                 self._waiting[request_id] = (deadline, registration)
+
+    def is_awaited(self, request_id: str) -> bool:
+        """Return whether a registration may still be fulfilled."""
+        return request_id in self._waiting
 
     def pop(self, request_id: str) -> None:
         """Forget a registration that was fulfilled or has failed."""
@@ -80,6 +87,7 @@ class Registration(msgspec.Struct):
 
     request_id: str
     kvops_cancelled: bool = False
+    kvops_timeout_seconds: float = math.inf
 
 
 class Pushes:
@@ -97,7 +105,7 @@ class Pushes:
         self._decoder = msgspec.msgpack.Decoder(Registration)
         self._begun: Bounded[str, tuple[Any, dict[str, Any]]] = Bounded(TRACKED_BY_RANK)
         self._due: Bounded[str, float] = Bounded(TRACKED_BY_RANK)
-        self._cancelled: Bounded[str, bool] = Bounded(TRACKED_BY_RANK)
+        self._deadlines: Bounded[str, float] = Bounded(TRACKED_BY_RANK)
         self._over: Bounded[str, bool] = Bounded(TRACKED_BY_RANK)
 
     def registered(self, payload: bytes) -> Registration:
@@ -107,18 +115,27 @@ class Pushes:
             msgspec.DecodeError: it is no registration.
         """
         registration = self._decoder.decode(payload)
-        if registration.kvops_cancelled:
-            self._cancelled[registration.request_id] = True
+        seconds = 0.0 if registration.kvops_cancelled else registration.kvops_timeout_seconds
+        self._deadlines[registration.request_id] = time.perf_counter() + seconds
         return registration
 
     def is_stale(self, request_id: str, registration: dict[str, Any]) -> bool:
-        """Return whether the blocks of a write that had to wait for the handshake are free by now, on either side."""
-        return request_id in self._over or registration["request_id"] in self._cancelled
+        """Return whether the blocks of a write are free by now, on either side.
+
+        Decode's word that it waits no longer is lost where the link is; that is why it also says for how long it waits.
+        """
+        return request_id in self._over or time.perf_counter() >= self._deadlines.get(
+            registration["request_id"], math.inf
+        )
 
     def began(self, request_id: str, blocks: Any, registration: dict[str, Any]) -> None:
         """Keep what a write needs until the hold on the blocks ends."""
-        if self._on:
-            self._begun[request_id] = blocks, registration
+        self._begun[request_id] = blocks, registration
+
+    def decode_of(self, request_id: str) -> str | None:
+        """Return the engine that a held request is being written to, None once its hold has ended."""
+        begun = self._begun.get(request_id)
+        return None if begun is None else str(begun[1]["decode_engine_id"])
 
     def over(self, request_id: str) -> None:
         """Forget a write whose hold has ended."""
@@ -128,7 +145,7 @@ class Pushes:
 
     def parted(self, request_id: str) -> None:
         """Take up a write whose handshake has failed; called on the handshake thread."""
-        if request_id in self._begun:
+        if self._on and request_id in self._begun:
             self._due[request_id] = time.perf_counter() + RETRY_SECONDS
 
     def retry(self, now: float) -> None:

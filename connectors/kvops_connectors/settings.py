@@ -38,7 +38,7 @@ class Settings:
         valid_handle: drop a malformed handle before it reaches vLLM.
         push_timeout: give up a push registration after ``push_registration_timeout``.
         push_retry: begin a write again whose handshake with decode has failed.
-        reconnect: shake hands again with a pull peer whose connection has ended.
+        reconnect: shake hands again with a peer whose connection has ended.
         cpu_affinity: leave a CPU engine unpinned where it asks for that.
         push_cancel_grace_seconds: time between telling prefill to forget a registration and giving up its blocks.
         nixl_progress_delay_microseconds: longest sleep of NIXL's progress thread; 0 leaves it busy, as NIXL does.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvops_connectors.bounded import TRACKED_BY_RANK, Bounded
@@ -28,7 +29,7 @@ from kvops_connectors.events import (
 from kvops_connectors.guard import Guard
 from kvops_connectors.handle import EXPIRY_MARGIN_SECONDS
 from kvops_connectors.push import CANCELLED, Pushes, Registrations
-from kvops_connectors.reconnect import Reconnect
+from kvops_connectors.reconnect import PullReconnect, PushReconnect
 from kvops_connectors.tap import AgentTap
 
 if TYPE_CHECKING:
@@ -65,8 +66,16 @@ class WorkerInstrument:
         self._registrations = Registrations(worker, settings, push_timeout_seconds, self._events.append)
         self._pushes = Pushes(worker, settings, self._events.append)
         self._tap.on_registration = self._registration_arrived
-        if settings.reconnect:
-            Reconnect(worker)
+        self._push_reconnect: PushReconnect | None = None
+        self._peers: AbstractContextManager[object] = nullcontext()
+        # vLLM 0.32 was the first to let go of single peers.
+        if settings.reconnect and hasattr(worker, "_cleanup_remote_engines"):
+            if self._push:
+                of, awaited = self._pushes.decode_of, self._registrations.is_awaited
+                self._push_reconnect = PushReconnect(worker, of, awaited)
+                self._peers = self._push_reconnect.lock
+            else:
+                PullReconnect(worker)
         self._wrap("_read_blocks_for_req", self._around_read)
         self._wrap("_xfer_blocks_for_req", self._around_write)
         self._wrap("_do_start_push_kv", self._around_push)
@@ -107,6 +116,8 @@ class WorkerInstrument:
         now = time.perf_counter()
         self._registrations.expire(now)
         self._pushes.retry(now)
+        if self._push_reconnect is not None:
+            self._push_reconnect.let_go()
 
     def forgive(self, failed: Iterable[str]) -> set[str]:
         """Return the readbacks among the failed loads; each is told to the scheduler's side as lost."""
@@ -182,7 +193,9 @@ class WorkerInstrument:
             return None
         self.guard(self._pushes.began, request_id, blocks, registration)
         self.guard(self._push_met, request_id, registration)
-        return original(request_id, blocks, registration)
+        # Nobody may let go of the peer meanwhile.
+        with self._peers:
+            return original(request_id, blocks, registration)
 
     def _push_met(self, request_id: str, registration: dict[str, Any]) -> None:
         peer = f"{registration['decode_host']}:{registration['decode_port']}"
@@ -201,7 +214,9 @@ class WorkerInstrument:
     def _around_registration(self, original: Callable[..., Any], req_id: str, registration: Any) -> Any:
         if not registration.get(CANCELLED):
             self._events.append(RegistrationSent(req_id, time.time()))
-        return original(req_id, registration)
+        if self._push_reconnect is None:
+            return original(req_id, registration)
+        return self._push_reconnect.register(original, req_id, registration)
 
     def _around_handshake(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -224,6 +239,8 @@ class WorkerInstrument:
         self, original: Callable[..., Any], failure_type: str, req_id: str | None, *args: Any, **kwargs: Any
     ) -> Any:
         self.guard(self._failure_logged, failure_type, req_id, kwargs.get("meta"))
+        if self._push_reconnect is not None and req_id is not None:
+            self.guard(self._push_reconnect.failed, req_id, kwargs.get("error"), kwargs.get("dst_engine_id"))
         return original(failure_type, req_id, *args, **kwargs)
 
     def _failure_logged(self, failure_type: str, req_id: str | None, meta: Any) -> None:

@@ -54,6 +54,8 @@ class Fleet:
             "prefill": {"hosts": [hosts.addresses[P]], **engine},
             "decode": {"hosts": [hosts.addresses[D]], **engine},
             "router": {"host": hosts.addresses[ROUTER], "port": 8000},
+            # In push mode decode waits as long for a write that does not come.
+            "kv": {"decoder_ttl": 25},
             # Hosts share a kernel here, so shared memory would carry KV that no network link does.
             "transport": {"env": {"UCX_TLS": "tcp"}},
         }
@@ -164,7 +166,7 @@ def test_a_link_that_is_back_within_the_lease_costs_time_only(fleet: Fleet) -> N
     assert answer_of(client) == fleet.ask(prompt, fleet.plan.engines[P].url)
 
 
-@pytest.mark.parametrize("fleet", ["pull"], indirect=True)
+@pytest.mark.parametrize("fleet", ["pull", "push"], indirect=True)
 def test_a_link_that_stays_cut_fails_the_request_and_the_fleet_recovers_by_itself(fleet: Fleet) -> None:
     fleet.give_connections_up_early()
     client = fleet.cut_during_a_transfer("other words that nobody has computed before this " * 85)

@@ -545,6 +545,7 @@ def an_unfulfilled_registration_is_cancelled_and_then_failed() -> None:
     worker._recving_metadata["d-1"] = object()
     metadata = SimpleNamespace(reqs_to_recv={}, push_finished_blocks={}, push_registrations={"d-1": registration})
     ours.loads_asked(metadata)
+    assert registration["kvops_timeout_seconds"] == 0.0
     ours.results(set(), set())
     name, cancel = worker._reg_send_inbox.get_nowait()
     assert name == "d-1"

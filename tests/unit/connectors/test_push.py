@@ -82,6 +82,18 @@ def test_a_write_is_stale_once_decode_has_taken_its_registration_back(pushes):
     assert pushes.is_stale(NAME, REGISTRATION)
 
 
+@pytest.mark.parametrize(("seconds", "stale"), [(0.0, True), (60.0, False)])
+def test_a_write_is_stale_once_decode_no_longer_waits_for_it_by_its_own_word(pushes, seconds, stale):
+    pushes.registered(msgspec.msgpack.encode({**REGISTRATION, "kvops_timeout_seconds": seconds}))
+    assert pushes.is_stale(NAME, REGISTRATION) is stale
+
+
+def test_a_write_knows_its_decode_until_the_hold_is_over(pushes):
+    assert pushes.decode_of(NAME) == "d"
+    pushes.over(NAME)
+    assert pushes.decode_of(NAME) is None
+
+
 def test_switched_off_nothing_is_tried_again(worker):
     pushes = Pushes(worker, Settings(push_retry=False), lambda event: None)
     pushes.began(NAME, BLOCKS, REGISTRATION)

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
+
 import pytest
 
-from kvops_connectors.reconnect import Reconnect
+from kvops_connectors.push import CANCELLED
+from kvops_connectors.reconnect import PullReconnect, PushReconnect
 
 
 class nixlRemoteDisconnectError(Exception):  # noqa: N801 - named as NIXL names it
@@ -42,7 +47,7 @@ class Worker:
 @pytest.fixture
 def worker():
     worker = Worker()
-    Reconnect(worker)
+    PullReconnect(worker)
     return worker
 
 
@@ -77,7 +82,128 @@ def test_calls_that_work_are_handed_on(worker):
     assert worker.nixl_wrapper.check_remote_metadata("prefill") is True
 
 
-def test_a_worker_of_another_version_is_left_alone():
-    worker = Worker()
-    worker.nixl_wrapper = None
-    Reconnect(worker)
+class PushWorker:
+    """As much of vLLM's push worker as holds what is known of two peers, decode of one rank and prefill of two."""
+
+    def __init__(self):
+        self.nixl_wrapper = Agent()
+        self._remote_agents = {"decode": {(0, 0): "d0"}, "prefill": {(0, 0): "p0", (0, 1): "p1"}}
+        self._sending_transfers, self._sending_transfers_lock = {}, threading.Lock()
+        self._reg_send_inbox, self._push_writer_wake = queue.Queue(), threading.Event()
+
+    def _cleanup_remote_engine(self, engine_id, *, log_eviction):
+        del self._remote_agents[engine_id]
+
+    def _do_send_reg_notif(self, req_id, reg_data):
+        for agent in self._remote_agents[reg_data["remote_engine_id"]].values():
+            with contextlib.suppress(nixlRemoteDisconnectError):
+                self.nixl_wrapper.send_notif(agent, notif_msg=b"PUSH_REG:")
+
+
+REGISTRATION = {"request_id": "r", "remote_engine_id": "prefill"}
+
+
+@pytest.fixture
+def push_worker():
+    return PushWorker()
+
+
+@pytest.fixture
+def awaited():
+    return {"r"}
+
+
+@pytest.fixture
+def reconnect(push_worker, awaited):
+    return PushReconnect(push_worker, {"w": "decode"}.get, awaited.__contains__)
+
+
+def register(reconnect, worker, registration=REGISTRATION):
+    reconnect.register(worker._do_send_reg_notif, "r", registration)
+
+
+def test_decode_that_a_write_could_not_reach_is_let_go_of(reconnect, push_worker):
+    reconnect.failed("w", nixlRemoteDisconnectError(), "decode")
+    reconnect.let_go()
+    assert list(push_worker._remote_agents) == ["prefill"]
+
+
+def test_a_write_that_failed_on_its_way_tells_its_decode_by_the_request(reconnect, push_worker):
+    reconnect.failed("w", nixlRemoteDisconnectError(), None)
+    reconnect.let_go()
+    assert list(push_worker._remote_agents) == ["prefill"]
+
+
+def test_a_write_that_failed_for_another_reason_leaves_decode_known(reconnect, push_worker):
+    reconnect.failed("w", ValueError(), "decode")
+    reconnect.failed("unknown", nixlRemoteDisconnectError(), None)
+    reconnect.let_go()
+    assert list(push_worker._remote_agents) == ["decode", "prefill"]
+
+
+@pytest.mark.parametrize("request_id", ["w", "of a hold that has ended"])
+def test_decode_is_kept_while_something_may_be_on_its_way_to_it(reconnect, push_worker, request_id):
+    push_worker._sending_transfers[request_id] = ["handle"]
+    reconnect.failed("w", nixlRemoteDisconnectError(), "decode")
+    reconnect.let_go()
+    assert "decode" in push_worker._remote_agents
+    push_worker._sending_transfers.clear()
+    reconnect.let_go()
+    assert "decode" not in push_worker._remote_agents
+
+
+def test_prefill_that_a_heartbeat_could_not_reach_is_let_go_of(reconnect, push_worker):
+    push_worker.nixl_wrapper.error = nixlRemoteDisconnectError()
+    with pytest.raises(nixlRemoteDisconnectError):
+        push_worker.nixl_wrapper.send_notif("p1", notif_msg=b"HB:r")
+    reconnect.let_go()
+    assert list(push_worker._remote_agents) == ["decode"]
+
+
+def test_a_registration_that_reached_no_rank_is_sent_again(reconnect, push_worker):
+    push_worker.nixl_wrapper.error = nixlRemoteDisconnectError()
+    register(reconnect, push_worker)
+    assert push_worker._reg_send_inbox.empty()
+    reconnect.let_go()
+    assert push_worker._reg_send_inbox.get_nowait() == ("r", REGISTRATION)
+    assert push_worker._push_writer_wake.is_set()
+
+
+def test_a_registration_that_reached_some_rank_is_not_sent_again(reconnect, push_worker):
+    send = push_worker.nixl_wrapper.send_notif
+
+    def refuse_one(agent, notif_msg):
+        push_worker.nixl_wrapper.error = nixlRemoteDisconnectError() if agent == "p1" else None
+        return send(agent, notif_msg)
+
+    push_worker.nixl_wrapper.send_notif = refuse_one
+    register(reconnect, push_worker)
+    reconnect.let_go()
+    assert "prefill" not in push_worker._remote_agents
+    assert push_worker._reg_send_inbox.empty()
+
+
+def test_a_registration_that_nobody_waits_for_any_more_is_not_sent_again(reconnect, push_worker, awaited):
+    push_worker.nixl_wrapper.error = nixlRemoteDisconnectError()
+    register(reconnect, push_worker)
+    awaited.clear()
+    reconnect.let_go()
+    assert push_worker._reg_send_inbox.empty()
+
+
+def test_the_word_that_nobody_waits_any_more_replaces_the_registration(reconnect, push_worker, awaited):
+    push_worker.nixl_wrapper.error = nixlRemoteDisconnectError()
+    register(reconnect, push_worker)
+    awaited.clear()
+    cancelled = REGISTRATION | {CANCELLED: True}
+    register(reconnect, push_worker, cancelled)
+    reconnect.let_go()
+    assert push_worker._reg_send_inbox.get_nowait() == ("r", cancelled)
+    assert push_worker._reg_send_inbox.empty()
+
+
+def test_a_registration_that_arrived_is_forgotten(reconnect, push_worker):
+    register(reconnect, push_worker)
+    reconnect.failed("r", nixlRemoteDisconnectError(), "prefill")
+    reconnect.let_go()
+    assert push_worker._reg_send_inbox.empty()
