@@ -38,7 +38,7 @@ def test_a_job_serves_moves_kv_between_its_nodes_and_ends_clean(tmp_path: Path) 
             crossed = hosts.received_bytes(1) - before
             job.process.terminate()
             output, _ = job.process.communicate(timeout=PATIENCE_SECONDS)
-            assert (job.process.returncode, job.pids()) == (0, []), output + job.logs()
+            assert (job.process.returncode, job.left_over()) == (0, []), output + job.logs()
     journal = (tmp_path / "run/42/journal").glob("decode-0*.jsonl")
     lines = [json.loads(line) for path in journal for line in path.read_text().splitlines()]
     moved = max(line["transfer"]["bytes"] for line in lines if line.get("transfer"))

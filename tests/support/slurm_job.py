@@ -80,6 +80,17 @@ class Job:
     def pids(self) -> list[str]:
         return [pid for host in range(len(self.hosts.names)) for pid in self.hosts.pids(host)]
 
+    def left_over(self) -> list[str]:
+        """Return the processes that do not end by themselves.
+
+        Python's resource tracker ends only after the engine that it tidies up for; a real step is over when its last
+        process is.
+        """
+        deadline = time.monotonic() + self.patience_seconds
+        while (pids := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return pids
+
     def logs(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in self.folder.glob("run/42/logs/*"))
 

@@ -55,7 +55,7 @@ def test_the_signal_before_the_time_limit_ends_everything_in_order(job: Job) -> 
     job.until(lambda: '"choices"' in job.ask())
     job.process.terminate()
     output, _ = job.process.communicate(timeout=PATIENCE_SECONDS)
-    assert (job.process.returncode, job.pids()) == (0, []), output
+    assert (job.process.returncode, job.left_over()) == (0, []), output
     assert (job.folder / "run/42/journal/router.jsonl").read_text().count("\n") >= 1
 
 
@@ -64,4 +64,4 @@ def test_an_engine_that_ends_ends_the_job_with_its_log_named(job: Job) -> None:
     for pid in job.hosts.pids(2):
         os.kill(int(pid), signal.SIGKILL)
     output, _ = job.process.communicate(timeout=PATIENCE_SECONDS)
-    assert (job.process.returncode, "a step ended; its log" in output, job.pids()) == (1, True, [])
+    assert (job.process.returncode, "a step ended; its log" in output, job.left_over()) == (1, True, [])
