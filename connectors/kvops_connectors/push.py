@@ -1,4 +1,4 @@
-"""Push: the two mends of how registrations and finished blocks find each other."""
+"""Push: the mends of how registrations and finished blocks find each other."""
 
 from __future__ import annotations
 
@@ -91,16 +91,19 @@ class Registration(msgspec.Struct):
 
 
 class Pushes:
-    """Push, on prefill: writes whose handshake with decode has failed are tried again.
+    """Push, on prefill: writes whose handshake with decode has failed are tried again, stale registrations dropped.
 
     vLLM takes the registration and the blocks out of its lists before it shakes hands with decode, and drops both when
     that fails, as it does when decode's answer takes longer than 5 seconds: decode then waits for its whole timeout for
-    a write that nobody starts. Here they are kept and handed in again for as long as the blocks are held.
+    a write that nobody starts. Here they are kept and handed in again for as long as the blocks are held. And a
+    registration that meets no request stays in vLLM's lists for ever, here only as long as decode waits for it.
     """
 
     def __init__(self, worker: Any, settings: Settings, emit: Callable[[Event], None]) -> None:
         self._worker = worker
         self._on = settings.push_retry and hasattr(worker, "_deferred_push_inbox")
+        self._forgets = settings.push_timeout and hasattr(worker, "_evict_finished_inbox")
+        self._forget_at = 0.0
         self._emit = emit
         self._decoder = msgspec.msgpack.Decoder(Registration)
         self._begun: Bounded[str, tuple[Any, dict[str, Any]]] = Bounded(TRACKED_BY_RANK)
@@ -158,4 +161,15 @@ class Pushes:
             if (begun := self._begun.get(request_id)) is not None:
                 self._emit(PushRetried(request_id))
                 self._worker._deferred_push_inbox.put((request_id, *begun))
+                self._worker._push_writer_wake.set()
+
+    def forget(self, now: float) -> None:
+        """Have the writer thread drop, once a second, every registration that decode no longer waits for."""
+        if not self._forgets or now < self._forget_at:
+            return
+        self._forget_at = now + RETRY_SECONDS
+        # A copy: the writer thread adds to it.
+        for request_id in list(self._worker._pending_d_registrations):
+            if now >= self._deadlines.get(request_id, math.inf):
+                self._worker._evict_finished_inbox.put(request_id)
                 self._worker._push_writer_wake.set()

@@ -116,6 +116,7 @@ class WorkerInstrument:
         now = time.perf_counter()
         self._registrations.expire(now)
         self._pushes.retry(now)
+        self._pushes.forget(now)
         if self._push_reconnect is not None:
             self._push_reconnect.let_go()
 

@@ -21,7 +21,12 @@ LATER = 1e9
 
 @pytest.fixture
 def worker():
-    return SimpleNamespace(_deferred_push_inbox=queue.Queue(), _push_writer_wake=threading.Event())
+    return SimpleNamespace(
+        _deferred_push_inbox=queue.Queue(),
+        _evict_finished_inbox=queue.Queue(),
+        _pending_d_registrations={},
+        _push_writer_wake=threading.Event(),
+    )
 
 
 @pytest.fixture
@@ -92,6 +97,23 @@ def test_a_write_knows_its_decode_until_the_hold_is_over(pushes):
     assert pushes.decode_of(NAME) == "d"
     pushes.over(NAME)
     assert pushes.decode_of(NAME) is None
+
+
+@pytest.mark.parametrize("said", [{"kvops_cancelled": True}, {"kvops_timeout_seconds": 60.0}])
+def test_a_registration_that_decode_no_longer_waits_for_is_dropped(pushes, worker, said):
+    pushes.registered(msgspec.msgpack.encode({**REGISTRATION, **said}))
+    worker._pending_d_registrations[REGISTRATION["request_id"]] = REGISTRATION
+    pushes.forget(LATER)
+    assert worker._evict_finished_inbox.get_nowait() == REGISTRATION["request_id"]
+    assert worker._push_writer_wake.is_set()
+
+
+@pytest.mark.parametrize("said", [{}, {"kvops_timeout_seconds": 2 * LATER}])
+def test_a_registration_that_decode_waits_for_is_kept(pushes, worker, said):
+    pushes.registered(msgspec.msgpack.encode({**REGISTRATION, **said}))
+    worker._pending_d_registrations[REGISTRATION["request_id"]] = REGISTRATION
+    pushes.forget(LATER)
+    assert worker._evict_finished_inbox.empty()
 
 
 def test_switched_off_nothing_is_tried_again(worker):
