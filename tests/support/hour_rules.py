@@ -47,11 +47,18 @@ def write_quick_rules(folder: Path) -> list[str]:
 
 
 def firing(prometheus: str, start: float, end: float) -> dict[str, list[float]]:
-    """Return at which times (unix seconds) each alert fired, for any engine."""
-    asked = {"query": 'group by (alertname) (ALERTS{alertstate="firing"})', "start": start, "end": end, "step": 1}
-    with urllib.request.urlopen(f"{prometheus}/api/v1/query_range?{urllib.parse.urlencode(asked)}", timeout=60) as got:
+    """Return at which times (unix seconds) each alert fired, for any engine.
+
+    A range selector gives what was written; anything else would take an alert for firing for five minutes after the
+    Prometheus of the scene before was stopped.
+    """
+    asked = {"query": f'ALERTS{{alertstate="firing"}}[{end - start:.0f}s]', "time": end}
+    with urllib.request.urlopen(f"{prometheus}/api/v1/query?{urllib.parse.urlencode(asked)}", timeout=60) as got:
         series: list[dict[str, Any]] = json.load(got)["data"]["result"]
-    return {each["metric"]["alertname"]: [at for at, _ in each["values"]] for each in series}
+    times: dict[str, set[float]] = {}
+    for each in series:
+        times.setdefault(each["metric"]["alertname"], set()).update(at for at, _ in each["values"])
+    return {name: sorted(of) for name, of in times.items()}
 
 
 def began(times: list[float], start: float) -> bool:

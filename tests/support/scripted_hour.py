@@ -351,11 +351,11 @@ def fleet(folder: Path, scene: str) -> Iterator[RunDir]:
     kv = {"lease": LEASE_SECONDS, "decoder_ttl": TTL_SECONDS, "recompute_threshold": 64}
     settings: dict[str, Any] = {"model": "kvops-tiny", "mode": mode, "kv": kv}
     settings |= {"prefill": {"replicas": PREFILLS.get(scene, 1)}, "decode": {"replicas": 1}}
-    topology.write_text(yaml.safe_dump(settings))
     command = [*KVOPS, "up", "-f", str(topology), "--preset", "cpu-demo", "--name", name]
     if mode == "bidirectional":
         # With a prefix cache of its own prefill has the history already, and what is left is below the threshold.
         settings["prefill"]["args"] = ["--no-enable-prefix-caching"]
+    topology.write_text(yaml.safe_dump(settings))
     if mode == "push":
         for role, argument in registration_timeout([*command, "--dry-run", "--json"]).items():
             settings[role]["args"] = ["--kv-transfer-config", argument]
