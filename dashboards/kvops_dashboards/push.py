@@ -95,7 +95,7 @@ WAITS = Row(
             Query(highest("kvops_push_oldest_pending_age_seconds", "kind"), "{{kind}}"),
             Query(f"max({select('kvops_config_seconds', param='push_registration_timeout')})", "timeout"),
         ),
-        stacked(
+        series(
             "Registrations on decode",
             "Sent, fulfilled and given up, a second. sent above fulfilled for long: writes do not come.",
             ("KvopsPushTimeouts",),

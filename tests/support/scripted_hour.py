@@ -1,8 +1,8 @@
-"""A bad hour in minutes: real fleets in every mode, with all that goes wrong, under one real Prometheus.
+"""A bad hour in minutes: real fleets in every mode, with all that goes wrong, each under a real Prometheus.
 
 ``python tests/support/scripted_hour.py FOLDER SCENE`` starts one fleet, plays its acts and says which alerts each act
-fired, against those that it should fire; exit status 1 if they differ. Data stay in FOLDER/data, so that the scenes can
-be played one after another. ``... FOLDER check`` then runs every query of every panel and rule over all of it.
+fired, against those that it should fire; exit status 1 if they differ. Then it runs every query of every panel and rule
+over the scene; its data and answers stay in FOLDER/SCENE. ``... FOLDER check`` says which queries had data in no scene.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -337,14 +337,6 @@ def verdict(played: Act, begun: float, alerts: dict[str, list[float]]) -> list[s
 
 
 @contextlib.contextmanager
-def watching(folder: Path, fleet: RunDir | None = None) -> Iterator[str]:
-    """Run Prometheus over FOLDER/data under the quick rules, scraping ``fleet``, and yield its URL."""
-    engines, routers = targets(fleet.read_plan()) if fleet else ([], [])
-    with prometheus(folder, engines, routers, write_quick_rules(folder / "rules")) as url:
-        yield url
-
-
-@contextlib.contextmanager
 def fleet(folder: Path, scene: str) -> Iterator[RunDir]:
     """Bring up the fleet of a scene with short lifetimes, and end it whatever happens."""
     name, topology, mode = f"hour-{scene}", folder / f"{scene}.yaml", scene.partition("-")[0]
@@ -383,19 +375,26 @@ def registration_timeout(dry_run: list[str]) -> dict[str, str]:
 
 def play_scene(folder: Path, scene: str) -> tuple[list[str], list[Answer]]:
     """Return what fired wrongly in one scene, and the answers to every query about its acts."""
-    with fleet(folder, scene) as run_dir, watching(folder, run_dir) as url:
-        began = time.time()
-        time.sleep(5)
-        wrong = asyncio.run(play(run_dir, SCRIPT[scene], url))
-        return wrong, asyncio.run(check(url, window_seconds=int(time.time() - began), rate_window="10s"))
+    stage = folder / scene
+    stage.mkdir(parents=True)
+    with fleet(stage, scene) as run_dir:
+        engines, routers = targets(run_dir.read_plan())
+        # Data of its own: rates and error budgets would otherwise go on from the scene before.
+        with prometheus(stage, engines, routers, write_quick_rules(stage / "rules")) as url:
+            began = time.time()
+            time.sleep(5)
+            wrong = asyncio.run(play(run_dir, SCRIPT[scene], url))
+            answers = asyncio.run(check(url, window_seconds=int(time.time() - began), rate_window="10s"))
+    (stage / "answers.json").write_text(json.dumps([asdict(answer) for answer in answers]))
+    return wrong, answers
 
 
 def check_all(folder: Path) -> list[Answer]:
-    """Return the answers to every query about everything that was played in FOLDER."""
-    with watching(folder) as url:
-        time.sleep(5)
-        window = int(time.time() - (folder / "began").stat().st_mtime)
-        return asyncio.run(check(url, window_seconds=window, rate_window="10s"))
+    """Return for every query its best answer in any of the scenes that were played in FOLDER."""
+    scenes = [
+        [Answer(**answer) for answer in json.loads(path.read_text())] for path in sorted(folder.glob("*/answers.json"))
+    ]
+    return [min(answers, key=lambda answer: answer.state != "data") for answers in zip(*scenes, strict=True)]
 
 
 def empty(answers: list[Answer]) -> list[str]:
@@ -403,9 +402,6 @@ def empty(answers: list[Answer]) -> list[str]:
 
 
 def main(folder: Path, what: str) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "began").exists():
-        (folder / "began").touch()
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
     wrong, answers = ([], check_all(folder)) if what == "check" else play_scene(folder, what)
     full = sum(each.state == "data" for each in answers)
