@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,10 +16,17 @@ settings.register_profile("kvops", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("kvops")
 
 
+@pytest.fixture(scope="session")
+def _state_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return paths of folders that do not exist yet; pytest's own numbering reads the folder of all tests each time."""
+    base = tmp_path_factory.mktemp("state")
+    return (base / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_folders(_state_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep run folders of tests away from those of the user; the model cache stays, for it costs time to fill."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    monkeypatch.setenv("XDG_STATE_HOME", str(next(_state_folders)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

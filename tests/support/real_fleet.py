@@ -30,7 +30,7 @@ from ports import free_port
 BLOCK_TOKENS = 32
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TRANSFER = "--kv-transfer-config"
-LEASE_SECONDS = 30
+LEASE_SECONDS = 15
 # In push mode it is the time for which decode waits for a prefill engine that is gone.
 DECODER_TTL_SECONDS = 20
 # A start takes a minute on two idle cores; CI machines are neither always idle nor always fast.
@@ -213,7 +213,7 @@ class LooseFleet(Fleet):
         self.signal(signal.SIGKILL, name)
         self._children[name].wait()
 
-    async def until_idle(self, seconds: float = LEASE_SECONDS + DECODER_TTL_SECONDS + 10) -> None:
+    async def until_idle(self, seconds: float = LEASE_SECONDS + DECODER_TTL_SECONDS + 30) -> None:
         """Return once no request is under way and no block is held, which leases and TTLs may delay."""
 
         async def idle() -> bool:

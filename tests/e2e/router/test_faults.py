@@ -30,8 +30,6 @@ from real_fleet import (
     until,
 )
 
-pytestmark = pytest.mark.fleet
-
 SCRIPTED_ENGINES_ONLY = {
     6: "no queue here is as long as a lease; the router's part is to pass on what decode renews it with",
     7: "no engine here takes 512 requests, so decode always has room",

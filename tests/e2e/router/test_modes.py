@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ import aiohttp
 import pytest
 
 from kvops.launch.canary import make_prompt
-from real_fleet import CHAT, COMPLETIONS, LooseFleet, delta_of, text_of, texts_of
+from real_fleet import CHAT, COMPLETIONS, LooseFleet, delta_of, text_of, texts_of, until
 
 REQUESTS = 200
 AT_ONCE = 16
@@ -90,7 +91,6 @@ async def test_mixed_requests_are_answered_right_while_clients_leave(fleet: Loos
     await fleet.until_idle()
 
 
-@pytest.mark.fleet
 async def test_blocks_that_nobody_reads_are_given_back_at_once(fleet: LooseFleet) -> None:
     if fleet.plan.mode == "push":
         # In push mode P frees blocks when it has written them, or when the lease ends.
@@ -113,7 +113,6 @@ async def test_blocks_that_nobody_reads_are_given_back_at_once(fleet: LooseFleet
     assert (await fleet.metrics("prefill-0")).total("vllm:nixl_num_kv_expired_reqs_total") == expired_before
 
 
-@pytest.mark.fleet
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_conversation_goes_on_as_on_one_engine(fleet: LooseFleet, streamed: bool) -> None:
     name = make_prompt()[:32]
@@ -130,11 +129,14 @@ async def test_a_conversation_goes_on_as_on_one_engine(fleet: LooseFleet, stream
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": make_prompt()}]
 
 
-@pytest.mark.fleet
 async def test_the_journal_holds_the_legs_of_every_request(fleet: LooseFleet) -> None:
+    journal = fleet.run_dir.path / "journal" / "router.jsonl"
+    before = len(journal.read_text().splitlines())
     status, _ = await fleet.post(COMPLETIONS, STOPS | {"prompt": make_prompt()})
     assert status == 200
-    await asyncio.sleep(0.5)
-    lines = (fleet.run_dir.path / "journal" / "router.jsonl").read_text().splitlines()
-    assert '"role":"prefill"' in lines[-1]
-    assert '"role":"decode"' in lines[-1]
+
+    async def both_legs_are_there() -> bool:
+        lines = map(json.loads, journal.read_text().splitlines()[before:])
+        return any({leg["role"] for leg in line["legs"]} == {"prefill", "decode"} for line in lines)
+
+    await until(both_legs_are_there, 60)

@@ -11,8 +11,6 @@ import pytest
 from kvops.launch.canary import make_prompt
 from real_fleet import LooseFleet
 
-pytestmark = pytest.mark.fleet
-
 MODEL = "kvops-tiny"
 WEATHER = {
     "type": "function",
