@@ -591,6 +591,18 @@ def a_push_whose_handshake_failed_is_begun_again() -> None:
 
 
 @check
+def a_push_peer_can_be_let_go_of() -> None:
+    worker_class = stock.NixlPushConnectorWorker
+    if not hasattr(worker_class, "_cleanup_remote_engines"):
+        return
+    inspect.signature(worker_class._cleanup_remote_engine).bind(None, "engine", log_eviction=False)
+    source = inspect.getsource(worker_class)
+    assert "_sending_transfers_lock" in source
+    # What a failed write tells of its peer.
+    assert "dst_engine_id=dst_engine_id" in source
+
+
+@check
 def a_streamed_answer_gives_its_handle_to_the_middleware() -> None:
 
     assert "kv_transfer_params" in inspect.signature(RequestOutput.__init__).parameters
