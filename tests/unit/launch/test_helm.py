@@ -17,6 +17,7 @@ if platform.machine() != "x86_64":
     pytest.skip("not run: helm-python-sdk has wheels for x86-64 only", allow_module_level=True)
 helm_python: Any = importlib.import_module("helm_python")
 
+pytestmark = pytest.mark.heavy
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "render"
 FLEETS = ("p5en-1p1d", "p5en-2p2d", "trn2-1p1d", "p6-b200-two-nodes", "cpu-demo")
 

@@ -19,6 +19,7 @@ import pytest
 from ports import free_port
 from scripted_engines import FakeEngine, FakeFleet, wait_until
 
+pytestmark = pytest.mark.heavy
 WORKERS = 3
 
 
