@@ -24,7 +24,7 @@ test-stock: $(INSTALLED)
 	$(BIN)/python -m pytest -m stock
 
 test-fast: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m "not engine and not heavy"
+	$(BIN)/python -m pytest tests/unit -m "not heavy"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -42,6 +44,7 @@ ELSEWHERE = {
 }
 
 
+@functools.cache
 def texts() -> dict[str, str]:
     found = {f"rules/{name}": text for name, text in rules.files().items()}
     for folder, pattern in (
@@ -51,6 +54,11 @@ def texts() -> dict[str, str]:
     ):
         found |= {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / folder).glob(pattern)}
     return found
+
+
+@functools.cache
+def cases() -> dict[str, Any]:
+    return yaml.safe_load((HERE / "alert_cases.yaml").read_text())
 
 
 def known(name: str) -> bool:
@@ -89,7 +97,7 @@ def test_an_alert_has_a_severity_a_runbook_a_dashboard_and_a_case(name):
     assert rule["labels"]["severity"] == page.severity
     assert rule["annotations"]["runbook"] == f"kvops runbook {name}"
     assert rule["annotations"]["dashboard_url"].endswith(f"/{page.facts['dashboard']}")
-    assert name in yaml.safe_load((HERE / "alert_cases.yaml").read_text())["fires"]
+    assert name in cases()["fires"]
 
 
 @pytest.mark.parametrize("name", ALERTS)

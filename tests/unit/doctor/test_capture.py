@@ -125,6 +125,7 @@ def planted(draw: st.DrawFn) -> tuple[str, str]:
     return value, line.format(value)
 
 
+@pytest.mark.heavy
 @given(secret=planted(), everywhere=st.sampled_from(["files", "commands", "links", "listings"]))
 def test_a_planted_secret_is_gone_from_every_place(secret: tuple[str, str], everywhere: str) -> None:
     value, line = secret
@@ -167,6 +168,7 @@ def everything_of_the_manifest(line: str) -> Fixture:
     return host
 
 
+@pytest.mark.heavy
 @given(secret=planted())
 def test_a_planted_secret_is_gone_from_every_place_of_the_manifest(secret: tuple[str, str]) -> None:
     value, line = secret
@@ -198,6 +200,7 @@ def test_other_peoples_processes_on_a_gpu_stay_on_the_machine() -> None:
     assert b"1650123456789" not in said
 
 
+@pytest.mark.heavy
 @given(secret=planted())
 def test_a_secret_on_the_command_line_of_an_engine_is_gone(secret: tuple[str, str]) -> None:
     value, line = secret

@@ -99,6 +99,6 @@ async def bring_up(stack: AsyncExitStack, mode: str, *, prefill: int = 1, decode
 
 async def _serve(stack: AsyncExitStack, app: web.Application) -> TestServer:
     server = TestServer(app)
-    await server.start_server(shutdown_timeout=1.0)
+    await server.start_server(shutdown_timeout=0.1)
     stack.push_async_callback(server.close)
     return server

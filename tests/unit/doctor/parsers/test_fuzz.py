@@ -35,6 +35,8 @@ from kvops.doctor.snapshot import SnapshotHost
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.heavy
+
 
 def parse_names_of_distributions(text: str) -> object:
     return packages.parse_dist_infos(text.splitlines())
