@@ -12,16 +12,16 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 SYSTEM_PACKAGES := chromium iproute2 openssl prometheus prometheus-alertmanager shellcheck zstd
 SYSTEM_COMMANDS := chromium ip openssl amtool prometheus promtool shellcheck zstd
 
-.PHONY: demo test test-fast test-stock lint clean system-packages
+.PHONY: demo test test-fast test-slow lint clean system-packages
 
 demo: $(INSTALLED)
 	@$(BIN)/python -m kvops.demo
 
 test: $(INSTALLED) system-packages lint
-	$(BIN)/python -m pytest -m "not stock"
+	$(BIN)/python -m pytest -m "not slow"
 
-test-stock: $(INSTALLED)
-	$(BIN)/python -m pytest -m stock
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
 
 test-fast: $(INSTALLED) lint
 	$(BIN)/python -m pytest tests/unit -m "not heavy"

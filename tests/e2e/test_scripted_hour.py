@@ -9,7 +9,7 @@ import pytest
 import scripted_hour
 from kvops_dashboards.checking import Answer
 
-SCENE = "bidirectional"
+SCENE = "push"
 
 pytestmark = [pytest.mark.system("prometheus"), pytest.mark.timeout(900)]
 
@@ -34,5 +34,5 @@ def test_every_query_is_understood(played: tuple[list[str], dict[str, list[Answe
     assert [answer for answers in played[1].values() for answer in answers if answer.state == "error"] == []
 
 
-def test_every_panel_about_readback_has_data(played: tuple[list[str], dict[str, list[Answer]]]) -> None:
-    assert scripted_hour.empty(played[1]["Bidirectional"]) == []
+def test_every_panel_about_push_has_data(played: tuple[list[str], dict[str, list[Answer]]]) -> None:
+    assert scripted_hour.empty(played[1]["Push"]) == []

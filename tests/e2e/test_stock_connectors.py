@@ -10,7 +10,7 @@ import pytest
 from kvops.launch.processes import pids_of_run
 from real_fleet import COMPLETIONS, Fleet, Up, completion, kvops, text_of
 
-pytestmark = pytest.mark.stock
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,7 @@ def answer_of(client: subprocess.Popen[str]) -> tuple[int, str]:
     return int(status), json.loads(body)["choices"][0]["text"] if status == "200" else body
 
 
-@pytest.fixture(scope="module", params=["pull", "bidirectional", "push"])
+@pytest.fixture(scope="module", params=["pull", "push"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with cluster(3, net=82) as hosts:
         fleet = Fleet(hosts, tmp_path_factory.mktemp("hosts"), request.param)

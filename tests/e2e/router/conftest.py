@@ -5,10 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from real_fleet import LooseFleet
+
+FAULTS = ("test_faults", "test_openai_client")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What pull does with a request bidirectional does with every first turn.
+    for item in items:
+        if item.path.stem in FAULTS and item.path.parent == Path(__file__).parent and "[pull" in item.name:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", params=["pull", "push", "bidirectional"])
