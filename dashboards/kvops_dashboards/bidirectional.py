@@ -109,8 +109,8 @@ REUSE = Row(
             Query(quantile(0.99, "kvops_request_kv_wait_seconds", direction="d_to_p"), "p99", exemplars=True),
         ),
         series(
-            "Tokens below the threshold",
-            "Tokens computed because fewer than kv_recompute_threshold were on offer, a second.",
+            "Computed although on offer",
+            "Offered tokens that prefill computed, a second: too few for kv_recompute_threshold, or past their TTL.",
             ("recompute-threshold",),
             "short",
             Query(rate("kvops_recompute_tokens_total", reason="below_threshold"), "below threshold"),
