@@ -11,7 +11,7 @@ from kvops_dashboards.checking import Answer
 
 SCENE = "push"
 
-pytestmark = [pytest.mark.system("prometheus"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.system("prometheus"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
