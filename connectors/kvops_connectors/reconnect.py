@@ -17,6 +17,8 @@ from kvops_connectors.push import CANCELLED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvops_connectors.settings import Settings
+
 logger = logging.getLogger(__name__)
 
 _DISCONNECT = "nixlRemoteDisconnectError"
@@ -31,20 +33,13 @@ class PullReconnect:
         agent = worker.nixl_wrapper
         if not (hasattr(worker, "_cleanup_remote_engines") and hasattr(agent, "check_remote_metadata")):
             return
-        agent.transfer = self._noticing(agent.transfer)
-        agent.send_notif = self._noticing(agent.send_notif)
+        agent.transfer = _noticing(agent.transfer, self._note)
+        agent.send_notif = _noticing(agent.send_notif, self._note)
         agent.check_remote_metadata = self._check_remote_metadata(agent.check_remote_metadata)
         worker._cleanup_remote_engines = self._cleanup(worker._cleanup_remote_engines)
 
-    def _noticing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except Exception as error:
-                self._lost |= _is_disconnect(error)
-                raise
-
-        return call
+    def _note(self, *_: Any, **__: Any) -> None:
+        self._lost = True
 
     def _check_remote_metadata(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def check_remote_metadata(*args: Any, **kwargs: Any) -> bool:
@@ -76,11 +71,18 @@ class PushReconnect:
             last is the main thread's.
     """
 
-    def __init__(self, worker: Any, decode_of: Callable[[str], str | None], is_awaited: Callable[[str], bool]) -> None:
-        """Shadow the agent's ``send_notif``.
+    def __init__(
+        self,
+        worker: Any,
+        settings: Settings,
+        decode_of: Callable[[str], str | None],
+        is_awaited: Callable[[str], bool],
+    ) -> None:
+        """Shadow the agent's ``send_notif``, where vLLM can let go of single peers (from 0.32 on).
 
         Args:
-            worker: vLLM's push worker.
+            worker: vLLM's worker; nothing is done for one that does not push.
+            settings: whether to do it at all.
             decode_of: the engine that a request's KV is being written to, None if that is not known.
             is_awaited: whether decode still waits for the KV of a request that it has registered.
         """
@@ -91,16 +93,21 @@ class PushReconnect:
         self._gone: set[str] = set()
         self._unsent: dict[str, dict[str, Any]] = {}
         self._refused = threading.local()
-        agent = worker.nixl_wrapper
-        agent.send_notif = self._send_notif(agent.send_notif)
+        needed = ("_push_finished_blocks", "_cleanup_remote_engines")
+        self._on = settings.reconnect and all(hasattr(worker, name) for name in needed)
+        if self._on:
+            agent = worker.nixl_wrapper
+            agent.send_notif = _noticing(agent.send_notif, self._refuse)
 
     def failed(self, request_id: str, error: BaseException | None, engine: str | None) -> None:
         """Take note of a failure that vLLM reports for a request."""
-        if _is_disconnect(error) and (engine := engine or self._decode_of(request_id)) is not None:
+        if self._on and _is_disconnect(error) and (engine := engine or self._decode_of(request_id)) is not None:
             self._gone.add(engine)
 
     def register(self, send: Callable[..., Any], request_id: str, registration: dict[str, Any]) -> Any:
         """Send a registration; one that reached no rank is kept until prefill has been let go of."""
+        if not self._on:
+            return send(request_id, registration)
         with self.lock:
             self._unsent.pop(request_id, None)
             self._refused.agents = set()
@@ -134,18 +141,7 @@ class PushReconnect:
                     self._worker._reg_send_inbox.put((request_id, registration))
                     self._worker._push_writer_wake.set()
 
-    def _send_notif(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def send_notif(agent_name: str, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(agent_name, *args, **kwargs)
-            except Exception as error:
-                if _is_disconnect(error):
-                    self._refuse(agent_name)
-                raise
-
-        return send_notif
-
-    def _refuse(self, agent_name: str) -> None:
+    def _refuse(self, agent_name: str, *_: Any, **__: Any) -> None:
         # Heartbeats leave from the main thread, registrations from the writer thread.
         if hasattr(self._refused, "agents"):
             self._refused.agents.add(agent_name)
@@ -153,6 +149,20 @@ class PushReconnect:
         for engine, agents in list(self._worker._remote_agents.items()):
             if agent_name in agents.values():
                 self._gone.add(engine)
+
+
+def _noticing(original: Callable[..., Any], notice: Callable[..., None]) -> Callable[..., Any]:
+    """Return ``original`` so wrapped that ``notice`` gets its arguments when it ends in a disconnect."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            if _is_disconnect(error):
+                notice(*args, **kwargs)
+            raise
+
+    return call
 
 
 def _is_disconnect(error: BaseException | None) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvops_connectors.bounded import TRACKED_BY_RANK, Bounded
@@ -66,16 +65,9 @@ class WorkerInstrument:
         self._registrations = Registrations(worker, settings, push_timeout_seconds, self._events.append)
         self._pushes = Pushes(worker, settings, self._events.append)
         self._tap.on_registration = self._registration_arrived
-        self._push_reconnect: PushReconnect | None = None
-        self._peers: AbstractContextManager[object] = nullcontext()
-        # vLLM 0.32 was the first to let go of single peers.
-        if settings.reconnect and hasattr(worker, "_cleanup_remote_engines"):
-            if self._push:
-                of, awaited = self._pushes.decode_of, self._registrations.is_awaited
-                self._push_reconnect = PushReconnect(worker, of, awaited)
-                self._peers = self._push_reconnect.lock
-            else:
-                PullReconnect(worker)
+        self._reconnect = PushReconnect(worker, settings, self._pushes.decode_of, self._registrations.is_awaited)
+        if settings.reconnect and not self._push:
+            PullReconnect(worker)
         self._wrap("_read_blocks_for_req", self._around_read)
         self._wrap("_xfer_blocks_for_req", self._around_write)
         self._wrap("_do_start_push_kv", self._around_push)
@@ -117,8 +109,7 @@ class WorkerInstrument:
         self._registrations.expire(now)
         self._pushes.retry(now)
         self._pushes.forget(now)
-        if self._push_reconnect is not None:
-            self._push_reconnect.let_go()
+        self._reconnect.let_go()
 
     def forgive(self, failed: Iterable[str]) -> set[str]:
         """Return the readbacks among the failed loads; each is told to the scheduler's side as lost."""
@@ -195,7 +186,7 @@ class WorkerInstrument:
         self.guard(self._pushes.began, request_id, blocks, registration)
         self.guard(self._push_met, request_id, registration)
         # Nobody may let go of the peer meanwhile.
-        with self._peers:
+        with self._reconnect.lock:
             return original(request_id, blocks, registration)
 
     def _push_met(self, request_id: str, registration: dict[str, Any]) -> None:
@@ -215,9 +206,7 @@ class WorkerInstrument:
     def _around_registration(self, original: Callable[..., Any], req_id: str, registration: Any) -> Any:
         if not registration.get(CANCELLED):
             self._events.append(RegistrationSent(req_id, time.time()))
-        if self._push_reconnect is None:
-            return original(req_id, registration)
-        return self._push_reconnect.register(original, req_id, registration)
+        return self._reconnect.register(original, req_id, registration)
 
     def _around_handshake(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -240,8 +229,8 @@ class WorkerInstrument:
         self, original: Callable[..., Any], failure_type: str, req_id: str | None, *args: Any, **kwargs: Any
     ) -> Any:
         self.guard(self._failure_logged, failure_type, req_id, kwargs.get("meta"))
-        if self._push_reconnect is not None and req_id is not None:
-            self.guard(self._push_reconnect.failed, req_id, kwargs.get("error"), kwargs.get("dst_engine_id"))
+        if req_id is not None:
+            self.guard(self._reconnect.failed, req_id, kwargs.get("error"), kwargs.get("dst_engine_id"))
         return original(failure_type, req_id, *args, **kwargs)
 
     def _failure_logged(self, failure_type: str, req_id: str | None, meta: Any) -> None:

@@ -378,17 +378,17 @@ def registration_timeout(dry_run: list[str]) -> dict[str, str]:
 
 def play_scene(folder: Path, scene: str) -> tuple[list[str], list[Answer]]:
     """Return what fired wrongly in one scene, and the answers to every query about its acts."""
-    stage = folder / scene
-    stage.mkdir(parents=True)
-    with fleet(stage, scene) as run_dir:
+    own = folder / scene
+    own.mkdir(parents=True)
+    with fleet(own, scene) as run_dir:
         engines, routers = targets(run_dir.read_plan())
         # Data of its own: rates and error budgets would otherwise go on from the scene before.
-        with prometheus(stage, engines, routers, write_quick_rules(stage / "rules")) as url:
+        with prometheus(own, engines, routers, write_quick_rules(own / "rules")) as url:
             began = time.time()
             time.sleep(5)
             wrong = asyncio.run(play(run_dir, SCRIPT[scene], url))
             answers = asyncio.run(check(url, window_seconds=int(time.time() - began), rate_window="10s"))
-    (stage / "answers.json").write_text(json.dumps([asdict(answer) for answer in answers]))
+    (own / "answers.json").write_text(json.dumps([asdict(answer) for answer in answers]))
     return wrong, answers
 
 

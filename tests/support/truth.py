@@ -40,10 +40,11 @@ def check_tokens(metrics: Scrape, lines: list[Line]) -> None:
     again = metrics.total("kvops_recompute_tokens_total", reason="preempted")
     assert ours["computed"] == metrics.total("kvops_recompute_tokens_total") - again
     theirs = "vllm:prompt_tokens_by_source_total"
-    uncounted = ours["local_hit"] - metrics.total(theirs, source="local_cache_hit")
-    assert uncounted in sums_of_some(record.tokens.local_hit for record in left_by_client(records))
-    uncounted = sum(map(loaded, records)) - metrics.total(theirs, source="external_kv_transfer")
-    assert uncounted in sums_of_some(map(loaded, left_by_client(records)))
+    uncounted = (
+        ours["local_hit"] - metrics.total(theirs, source="local_cache_hit"),
+        sum(map(loaded, records)) - metrics.total(theirs, source="external_kv_transfer"),
+    )
+    assert uncounted in sums_of_some((record.tokens.local_hit, loaded(record)) for record in left_by_client(records))
 
 
 def loaded(record: Record) -> int:
@@ -56,11 +57,11 @@ def left_by_client(records: list[Record]) -> list[Record]:
     return [record for record in records if record.outcome == "aborted"]
 
 
-def sums_of_some(values: Iterable[int]) -> set[int]:
-    """Return the sums of all subsets."""
-    sums = {0}
-    for value in values:
-        sums |= {total + value for total in sums}
+def sums_of_some(pairs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the sums of all subsets, of both parts."""
+    sums = {(0, 0)}
+    for one, other in pairs:
+        sums |= {(left + one, right + other) for left, right in sums}
     return sums
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvops_connectors.push import CANCELLED
 from kvops_connectors.reconnect import PullReconnect, PushReconnect
+from kvops_connectors.settings import Settings
 
 
 class nixlRemoteDisconnectError(Exception):  # noqa: N801 - named as NIXL names it
@@ -82,6 +83,12 @@ def test_calls_that_work_are_handed_on(worker):
     assert worker.nixl_wrapper.check_remote_metadata("prefill") is True
 
 
+def test_a_worker_of_another_version_is_left_alone():
+    worker = Worker()
+    worker.nixl_wrapper = None
+    PullReconnect(worker)
+
+
 class PushWorker:
     """As much of vLLM's push worker as holds what is known of two peers, decode of one rank and prefill of two."""
 
@@ -90,6 +97,10 @@ class PushWorker:
         self._remote_agents = {"decode": {(0, 0): "d0"}, "prefill": {(0, 0): "p0", (0, 1): "p1"}}
         self._sending_transfers, self._sending_transfers_lock = {}, threading.Lock()
         self._reg_send_inbox, self._push_writer_wake = queue.Queue(), threading.Event()
+        self._push_finished_blocks = {}
+
+    def _cleanup_remote_engines(self):
+        """Do nothing, as vLLM does in push mode."""
 
     def _cleanup_remote_engine(self, engine_id, *, log_eviction):
         del self._remote_agents[engine_id]
@@ -115,7 +126,7 @@ def awaited():
 
 @pytest.fixture
 def reconnect(push_worker, awaited):
-    return PushReconnect(push_worker, {"w": "decode"}.get, awaited.__contains__)
+    return PushReconnect(push_worker, Settings(), {"w": "decode"}.get, awaited.__contains__)
 
 
 def register(reconnect, worker, registration=REGISTRATION):
@@ -207,3 +218,16 @@ def test_a_registration_that_arrived_is_forgotten(reconnect, push_worker):
     reconnect.failed("r", nixlRemoteDisconnectError(), "prefill")
     reconnect.let_go()
     assert push_worker._reg_send_inbox.empty()
+
+
+def test_switched_off_a_peer_that_disconnected_stays_known(push_worker, awaited):
+    reconnect = PushReconnect(push_worker, Settings(reconnect=False), {"w": "decode"}.get, awaited.__contains__)
+    push_worker.nixl_wrapper.error = nixlRemoteDisconnectError()
+    register(reconnect, push_worker)
+    reconnect.failed("w", nixlRemoteDisconnectError(), "decode")
+    reconnect.let_go()
+    assert list(push_worker._remote_agents) == ["decode", "prefill"]
+
+
+def test_a_push_worker_of_another_version_is_left_alone(awaited):
+    PushReconnect(object(), Settings(), {}.get, awaited.__contains__)
